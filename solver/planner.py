@@ -103,14 +103,20 @@ class Planner:
     ) -> Solution:
         """Return the best plan of one scenario.
 
-        `options` replaces what a matmul may choose from, by name; `non_matmul_device` fixes the
-        device of the other operators. `PlanError` if nothing is possible.
+        `options` replaces what a matmul may choose from, by name, and a fused one that is given by
+        its members alone is computed as those; `non_matmul_device` fixes the device of the other
+        operators. `PlanError` if nothing is possible.
         """
         objective = objective or self.objective()
         self._check_length(scenario)
         candidates = dict(options or {})
+        apart = {
+            stage.name
+            for stage in (*self.spec.block, *self.spec.tail)
+            if stage.members and all(x in candidates for x in stage.members)
+        }
         for name in self.names(unfused=self.settings.unfused and options is None):
-            if name not in candidates:
+            if name not in candidates and name not in apart:
                 m = self.spec.tokens_of(name, scenario.m)
                 candidates[name] = self.candidates(name, m, objective)
         search, heads = self._search(scenario, objective), self.heads

@@ -54,8 +54,10 @@ from hetero.solver.placement import Placement
 from hetero.solver.plan import PHASES, Phase
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver, prepare_solver, spread_lengths
+from hetero.solver.prepared_three import PreparedThree
 from hetero.solver.report.units import duration
 from hetero.solver.request import MAX_LENGTHS_AUTO, PlanRequest
+from hetero.solver.sizing import planner_for
 from hetero.solver.strategy_plans import strategy_plan
 from hetero.solver.weight_memory import limits_of
 
@@ -144,7 +146,9 @@ def _with_third(
         return choice
     gain = both_s.prompts_s / all_s.prompts_s
     reason = f"{choice.reason}; prompts with rows on the cpu, {gain:.2f} x both devices"
-    return replace(choice, third=three, cpu=name, reason=reason)
+    planner, _ = planner_for(spec, profile, third_request)
+    solver = PreparedThree(planner, three)
+    return replace(choice, third=solver.plan, third_solver=solver, cpu=name, reason=reason)
 
 
 def seconds_of(plan: ExecutionPlan) -> PhaseSeconds:
@@ -239,12 +243,8 @@ def _fastest(planner: Planner, solver: PreparedSolver, request: PlacementRequest
         solver=both,
         seconds=totals,
         phases=phases,
-    )
-
-
-def _longest_context(spec: ModelGraph, request: PlacementRequest) -> int:
         alone=() if both is not None else _alone(planner, solver, request, alone, sets, cores),
-    return request.context or min(spec.max_position, LONGEST)
+    )
 
 
 def _alone(
@@ -274,6 +274,10 @@ def _alone(
         return times_alone(planner, solver, name, known, lengths, cores=cores, error=worst)
 
     return times(sets.prompts), times(min(others, key=others.__getitem__))
+
+
+def _longest_context(spec: ModelGraph, request: PlacementRequest) -> int:
+    return request.context or min(spec.max_position, LONGEST)
 
 
 def _moving(plan: ExecutionPlan) -> str:

@@ -130,7 +130,7 @@ class Deployment:
         self._steps.clear()
         self.placement, layout = self._place(plan, source)
         self.adapter = None
-        if source is not None and self._options.adapts and len(self.devices) == 2:
+        if source is not None and self._options.adapts and len(self.devices) > 1:
             self.adapter = Adapter(source, self.placement, clock=self._options.clock.now)
         self.window, slots, self.memory = self._sized(layout)
         self.admit(len(self._contexts.open_contexts()))
