@@ -114,8 +114,7 @@ def profile_command(
     from hetero.profiler.records import DeviceProfile
     from hetero.terminal.notices import notify
 
-    third = third_device(measure_cpu, cpu)
-    own: dict[str, object] = {"weights": weights, "measure-cpu": third}
+    own: dict[str, Any] = {"weights": weights, "measure-cpu": third_device(measure_cpu, cpu)}
     measuring = {"quick": quick, "budget": budget, "resume": resume, "model": model, **own}
     if check is not None:
         _refuse_to_measure("check", measuring | {"add": add, "from": rates, "out": out, "soc": soc})
@@ -155,7 +154,7 @@ def profile_command(
                 resume=resume,
                 gpu=gpu,
                 npu=npu,
-                cpu=third or NO_THIRD,
+                cpu=own["measure-cpu"] or NO_THIRD,
                 model=model,
                 weights=weights or ["w4a16"],
                 name=soc or "host",

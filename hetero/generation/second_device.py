@@ -40,14 +40,14 @@ class TrialPolicy:
 
 
 class Preparation(Protocol):
-    """What prepares a device and then has the engine moved: `LatePlan`."""
+    """A process that prepares a device, and then has the engine moved: `LatePlan`."""
 
     def close(self) -> None:
         """End it; idempotent."""
 
 
 @dataclass
-class Measured:
+class MeasuredSteps:
     """The measured over the predicted seconds of one device's last steps."""
 
     times: DeviceTimes
@@ -106,7 +106,7 @@ class SecondDevice:
     ) -> None:
         self._engine, self._prepare, self._back = engine, prepare, back
         self._policy = policy or TrialPolicy()
-        self.first, self.second = (Measured(x, self._policy) for x in (first, second))
+        self.first, self.second = (MeasuredSteps(x, self._policy) for x in (first, second))
         self._now, self._steps = self.first, 0
         self._preparation: Preparation | None = None
         self._closed = False

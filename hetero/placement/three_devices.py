@@ -1,4 +1,4 @@
-"""What a CPU besides GPU and NPU would give a prompt, and what forbids it."""
+"""The gain of a CPU besides GPU and NPU in a prompt, and what forbids it."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ def with_fastest(
     error = error_of(profile, "cpu", "prefill", spec)
     if note := third_device_note(plan, spec, profile, request, error):
         notes.append(note)
-    found = {"fastest": fastest, "fastest_answers": answers, "notes": tuple(notes)}
-    return plan.model_copy(update=found)
+    update = {"fastest": fastest, "fastest_answers": answers, "notes": tuple(notes)}
+    return plan.model_copy(update=update)
 
 
 def _certainty_notes(spec: ModelGraph, profile: DeviceProfile) -> Iterator[str]:

@@ -267,7 +267,7 @@ class StepRunner:
         return step
 
     def _account(self, contexts: Sequence[Context], step: Step, run: StepRun) -> None:
-        """Tell the watch, and pause where the GPU was busy for more than its share."""
+        """Call the watch, and pause where the GPU was busy for more than its share."""
         if self.watch is not None and len(contexts) == 1:
             self.watch(step.phase, step.tokens, contexts[0].cached, run.wall_s)
         if self.gpu_share is None:
