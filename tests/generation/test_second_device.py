@@ -250,6 +250,7 @@ def auto_takes_the_npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Choic
     return choice
 
 
+@pytest.mark.full
 def test_a_model_moves_and_says_so(
     auto_takes_the_npu: Choice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
