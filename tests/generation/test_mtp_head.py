@@ -143,24 +143,31 @@ def logits_of(
 
 
 def test_guesses_are_those_of_the_formula(
+    checkpoint: tuple[Path, Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a text that is read at once or grows, and behind guesses that were wrong."""
+    folder, model, head = checkpoint
+    texts = [PROMPT[:5], PROMPT[:6], PROMPT]
+    with LLM(str(folder), draft_model="mtp", **OPTIONS) as llm:
+        found = logits_of(llm, monkeypatch, texts)
+        (alone,) = logits_of(llm, monkeypatch, texts[-1:])
+    wanted = [reference(model, head, text, FORCED) for text in texts]
+    np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-4)
+    np.testing.assert_allclose(alone, wanted[-1], rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.full
+def test_a_file_guesses_as_its_directory_to_the_bit(
     checkpoint: tuple[Path, Any, dict[str, Any]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a text that is read at once or grows, beyond guesses that were wrong; GGUF to the bit."""
-    folder, model, head = checkpoint
-    texts = [PROMPT[:5], PROMPT[:6], PROMPT]
-    wanted = [reference(model, head, text, FORCED) for text in texts]
     write_gguf(checkpoint, tmp_path / "model.gguf")
-    found = {}
-    for path in (folder, tmp_path / "model.gguf"):
+    found = []
+    for path in (checkpoint[0], tmp_path / "model.gguf"):
         with LLM(str(path), draft_model="mtp", **OPTIONS) as llm:
-            found[path] = logits_of(llm, monkeypatch, texts)
-            (alone,) = logits_of(llm, monkeypatch, texts[-1:])
-        np.testing.assert_allclose(found[path], wanted, rtol=2e-3, atol=2e-4)
-        np.testing.assert_allclose(alone, wanted[-1], rtol=2e-3, atol=2e-4)
-    ours, theirs = found.values()
-    np.testing.assert_array_equal(ours, theirs)
+            found.append(logits_of(llm, monkeypatch, [PROMPT[:5], PROMPT]))
+    np.testing.assert_array_equal(*found)
 
 
 def test_a_head_reads_the_last_tokens_at_first_and_all_when_it_was_right(
@@ -212,7 +219,8 @@ def test_guesses_change_no_token(plain: LLM, guessed: LLM, options: dict[str, An
     assert found.drafted > 0
     assert found.calls + found.accepted == 59 + (answer.finish_reason == "stop")
     if not options:
-        assert found.accepted > 20
+        assert found.accepted > 5
+        assert found.rate > 0.9
 
 
 @pytest.mark.full
@@ -244,7 +252,7 @@ def test_sampled_answers_have_the_model_s_distribution(plain: LLM, guessed: LLM)
             before = chances[0, kept.index(one)] * chances[1, kept.index(two)]
             for i, x in enumerate(kept):
                 probability[x] += before * chances[2, i]
-    count = 600
+    count = 250
     drawn = Counter(guessed.generate(PROMPT, seed=i, **options).tokens[2] for i in range(count))
     found = [drawn[x] for x in kept]
     assert sum(found) == count
