@@ -49,6 +49,8 @@ OPTIONS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("--stop", ""), "a stop text must not be empty"),
     (("--logprobs", "-1"), "'--logprobs'"),
     (("--speculative", "-1"), "'--speculative'"),
+    (("--draft-model", "mtp"), "has no head for multi-token prediction"),
+    (("--draft-model", "mtp", "--draft-device", "gpu"), "leave --draft-device out"),
     (("--device", "tpu"), "'--device'"),
     (("--gpu", "opencll"), "did you mean 'opencl'?"),
     (("--npu", "opencl"), "opencl is not a npu backend"),
