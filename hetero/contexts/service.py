@@ -149,10 +149,11 @@ class Service(Closing):
             slots = SlotPool(first, lambda: slot(self.llm.new_context()), parallel)
             self._slots = opened(closing(slots))
             self._apps: dict[str, App] = {}
+            self.ahead: ReadAhead | None = None
             if read_ahead:
                 cached = partial(map, attrgetter("working.cached_time"), self._slots)
                 ahead = ReadAhead(self.memory, codec, self._files, self.swap, cached)
-                self._lock.idle_work = opened(closing(ahead))
+                self.ahead = self._lock.idle_work = opened(closing(ahead))
         except BaseException:
             self.close()
             raise

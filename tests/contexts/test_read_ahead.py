@@ -14,7 +14,6 @@ import pytest
 from hetero import LLM, Service, UserError
 from hetero.contexts.chunk_files import Reader
 from hetero.contexts.codec import CHUNK_TOKENS
-from hetero.contexts.read_ahead import ReadAhead
 from hetero.contexts.working_set import CachedText
 from tests.contexts.fake_service import FakeService
 
@@ -179,8 +178,8 @@ def test_a_service_reads_ahead_and_says_the_same(tmp_path: Path) -> None:
                 said = [a.call("Once upon a time there was a fox", max_tokens=24, logprobs=2)]
                 said += [b.call("One day " * 40, max_tokens=4)]
                 opened.swap.drain()
-                if isinstance(ahead := opened._lock.idle_work, ReadAhead):
-                    assert ahead.wait(LIMIT_S)
+                if opened.ahead is not None:
+                    assert opened.ahead.wait(LIMIT_S)
                     assert "disk" not in a.where()
                 said += [a.call(" The fox saw", max_tokens=8, logprobs=2)]
                 assert a.last_switch is not None
