@@ -327,7 +327,7 @@ class FastestAnswers(_Record):
     """The `devices` on which tokens after at least `depth_from` others are fastest.
 
     `gain` is the seconds of those before over theirs at that depth: more than the error of either
-    prediction. None for the first, and after both devices where these no longer gain enough.
+    prediction. None for the first.
     """
 
     depth_from: Start

@@ -165,9 +165,8 @@ def fastest_answers(
     answers = [FastestAnswers(depth_from=0, devices=first, predicted_s=seconds(first, STEP))]
     for depth, devices in switches(first, names, seconds, needed, longest):
         own_s, before_s = (seconds(x, depth) for x in (devices, answers[-1].devices))
-        gain = before_s / own_s if math.isfinite(before_s) else None  # both, no longer worth it
         later: dict[str, Any] = {"depth_from": depth, "devices": devices, "predicted_s": own_s}
-        answers.append(FastestAnswers(**later, gain=gain))
+        answers.append(FastestAnswers(**later, gain=before_s / own_s))
     return tuple(answers)
 
 

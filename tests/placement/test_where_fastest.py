@@ -271,11 +271,3 @@ def test_an_npu_that_compiles_graphs_is_given_experts() -> None:
     assert planned.npu_experts
     assert for_qnn is not None
     assert for_qnn.npu_experts == planned.npu_experts
-
-
-def test_both_devices_may_stop_to_gain_at_a_depth() -> None:
-    """Then one has the later tokens, without a gain over what is not compared any more."""
-    spec, profile = model_spec("qwen3-moe-3b"), DeviceProfile.load("snapdragon-8-gen-3")
-    first, *later = fastest_answers(spec, profile, PlanRequest(seq_lens=(64,)))
-    assert first.devices == ("gpu", "npu")
-    assert later[0].gain is None
