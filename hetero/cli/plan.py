@@ -251,7 +251,7 @@ def plan_command(
     with stderr().status("solving"):
         finished = with_fastest(planned(spec, measured, request), spec, measured, request)
     if quality is not None:
-        given = (quality, model, calibrate, calibration_tokens, profile)
+        given = (quality, model, calibrate, calibration_tokens, measured)
         finished = with_quality(finished, *given)
     others = [] if compare is None else [other(compare, spec, request)]
     if out is not None:

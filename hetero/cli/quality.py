@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hetero.compiling.precision import Precision, SplitText, Tensors, TypeChoice
     from hetero.compiling.type_costs import GoalName, StepTimes
     from hetero.models import LoadedModel
+    from hetero.placement.planning import ProfileLike
     from hetero.solver.execution_plan import ExecutionPlan
     from hetero.solver.quality import QualityPoint
 
@@ -53,7 +54,7 @@ def search(
     text: Path,
     limit: int,
     goals: Sequence[GoalName],
-    profile: str | None,
+    profile: ProfileLike,
 ) -> Searched:
     """Measure losses on a text and choose types for each goal.
 
@@ -84,7 +85,7 @@ def search(
 
 
 def _times(
-    loaded: LoadedModel, tensors: Tensors, profile: str | None, *, needed: bool
+    loaded: LoadedModel, tensors: Tensors, profile: ProfileLike, *, needed: bool
 ) -> StepTimes | None:
     """Return the times by a profile; where bytes alone count a notice says what has none."""
     from hetero.backends.formats import WeightFormat
@@ -115,7 +116,7 @@ def with_quality(
     model: str,
     calibrate: Path | None,
     limit: int | None,
-    profile: str | None,
+    profile: ProfileLike,
 ) -> ExecutionPlan:
     """Return the plan with what a budget of quality buys.
 

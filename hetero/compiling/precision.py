@@ -417,7 +417,7 @@ def open_tensors(model: str) -> tuple[LoadedModel, Tensors]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Draft:
+class Draft:
     """What minimises a cost for a sum of losses."""
 
     kinds: dict[str, Kind]
@@ -428,6 +428,7 @@ class _Draft:
 
     @property
     def key(self) -> object:
+        """Return what equal drafts have in common."""
         return self.int8, tuple(self.kinds.items())
 
 
@@ -444,7 +445,7 @@ def choose(
     Raises `UserError` where nothing but the file's own types is within it, or costs less, for any.
     """
     drafts = {
-        goal.name: [_solved(tensors, losses, part * budget, goal) for part in BUDGETS]
+        goal.name: [least_cost(tensors, losses, part * budget, goal) for part in BUDGETS]
         for goal in goals
     }
     mixed = {x.key: x for own in drafts.values() for x in own if x.kinds or x.int8}
@@ -487,13 +488,13 @@ def _choice(
     losses: Losses,
     budget: float,
     goal: Goal,
-    drafts: Iterable[_Draft],
+    drafts: Iterable[Draft],
     measured: Mapping[object, float],
 ) -> TypeChoice:
     """Return the choice of a goal for the budget, by what its drafts were measured to lose."""
     points = sorted({(x.total, measured[x.key]) for x in drafts if x.key in measured})
     relation = Together([0.0, *(x for x, _ in points)], [0.0, *(y for _, y in points)])
-    best = _solved(tensors, losses, relation.allowed(budget), goal)
+    best = least_cost(tensors, losses, relation.allowed(budget), goal)
     if not best.kinds and not best.int8:
         raise UserError(_unreachable(tensors, losses, relation, budget, goal))
     choice = TypeChoice(
@@ -517,7 +518,7 @@ def _timed(tensors: Tensors, times: StepTimes | None, choice: TypeChoice) -> Typ
     return replace(choice, seconds=seconds, devices=devices)
 
 
-def _solved(tensors: Tensors, losses: Losses, budget: float, goal: Goal) -> _Draft:
+def least_cost(tensors: Tensors, losses: Losses, budget: float, goal: Goal) -> Draft:
     """Return the types of least cost whose losses add up to at most a budget."""
     problems = []
     for int8 in goal.activations:
@@ -525,7 +526,7 @@ def _solved(tensors: Tensors, losses: Losses, budget: float, goal: Goal) -> _Dra
             groups = _settings(tensors, losses, layout, int8)
             least = layout.fixed + lower_bound(groups, budget)
             problems.append((least, int8, layout, groups))
-    best: _Draft | None = None
+    best: Draft | None = None
     for least, int8, layout, groups in sorted(problems, key=itemgetter(0)):
         if best is not None and least >= best.cost:
             break
@@ -540,7 +541,7 @@ def _solved(tensors: Tensors, losses: Losses, budget: float, goal: Goal) -> _Dra
         kinds = {x: tensors.options[x][i] for x, i in zip(names, found.chosen, strict=True)}
         total = losses.total(kinds, int8=int8)
         others = {x: kinds[x] for x in tensors.smaller if kinds[x] is not tensors.options[x][0]}
-        best = _Draft(others, int8, cost, total, found.gap)
+        best = Draft(others, int8, cost, total, found.gap)
     assert best is not None, "the file's own types lose nothing"
     return best
 
