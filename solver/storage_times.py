@@ -14,7 +14,7 @@ from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
-from hetero.profiler.records import phase_of
+from hetero.profiler.records import DeviceProfile, phase_of
 
 FOUR_BITS: Final = {False: WeightFormat.W4A16, True: WeightFormat.W4A8}
 BLOCKS: Final = {False: WeightFormat.GGUF_A16, True: WeightFormat.GGUF_A8}
@@ -37,13 +37,19 @@ def format_of(storage: StorageFormat, int8: bool) -> WeightFormat:
     return (FOUR_BITS if storage is StorageFormat.Q4 else BLOCKS)[int8]
 
 
+def not_measured(profile: DeviceProfile) -> list[WeightFormat]:
+    """Return the formats of mixed types that are predicted from those of 4-bit weights."""
+    return sorted(
+        {*WIDE.values(), *BLOCKS.values()} - {x.weight_format for x in profile.predictors}
+    )
+
+
 class StorageTimes:
-    """Answers from one profile; `guessed` are formats asked for that it has not measured."""
+    """Answers from one profile."""
 
     def __init__(self, cost: CostModel) -> None:
         self.cost = cost
         self._known = {(p.device, p.weight_format) for p in cost.profile.predictors}
-        self.guessed: set[WeightFormat] = set()
 
     def seconds(
         self, device: DeviceKind, storage: StorageFormat, int8: bool, m: int, n: int, k: int
@@ -78,7 +84,6 @@ class StorageTimes:
             return by_bytes if mixed else 1.0
         if storage is StorageFormat.Q4:
             return 1.0  # with other activations
-        self.guessed.add(wanted)
         if decode:
             return storage.bytes_per_weight / source.storage.bytes_per_weight
         record = self.cost.device(device)

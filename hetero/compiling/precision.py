@@ -260,7 +260,8 @@ class Tensors:
 
     def _alone(self, int8: bool) -> tuple[list[Variant], list[frozenset[str]]]:
         measured = self.alone_int8 if int8 else []
-        variants: list[Variant] = [*self.alone, *({x: y} for x, y in measured)]
+        others = ({} if y is self.options[x][0] else {x: y} for x, y in measured)
+        variants: list[Variant] = [*self.alone, *others]
         none = frozenset[str]()
         return variants, [*([none] * len(self.alone)), *(frozenset({x}) for x, _ in measured)]
 
@@ -321,16 +322,13 @@ class _OutputErrors:
     def add(self, name: str, rows: Float32Array, inputs: Sequence[Float32Array]) -> None:
         """Count a tensor with its inputs."""
         x = np.concatenate(list(inputs))
-        own, *smaller = self._options.get(name, (None,))
-        seen = quantized_activations(x).astype(np.float32) - x if self._int8 else None
-        for kind in smaller:
-            self._count(name, kind, False, x @ (rounded(rows, kind) - rows).T)
-        if seen is None:
-            return
-        for kind in (own, *smaller):
-            if kind is not None and rounds(kind):
-                stored = rows if kind is own else rounded(rows, kind)
-                self._count(name, kind, True, seen @ stored.T + x @ (stored - rows).T)
+        lost = quantized_activations(x).astype(np.float32) - x if self._int8 else None
+        for place, kind in enumerate(self._options.get(name, ())):
+            stored = rounded(rows, kind) if place else rows
+            error = x @ (stored - rows).T
+            self._count(name, kind, False, error)
+            if lost is not None and rounds(kind):
+                self._count(name, kind, True, error + lost @ stored.T)
 
     def _count(self, name: str, kind: Kind, int8: bool, error: Float32Array) -> None:
         lost = float(np.square(error).sum(dtype=np.float64))
@@ -352,7 +350,7 @@ class Together:
         """Return the divergence for a sum of losses: a factor, interpolated."""
         if not total:
             return 0.0
-        known = [(s, m / s) for s, m in zip(self.sums, self.measured, strict=True) if s > 0]
+        known = [(s, m / s) for s, m in zip(self.sums, self.measured, strict=True) if s * m > 0]
         if not known:
             return total
         places = np.log([s for s, _ in known])
@@ -395,7 +393,10 @@ class Precision:
         head = ["types", "MiB", "bits a weight", "KL (nats)"]
         timed = bool(self.choice.seconds)
         if timed:
-            head[3:3] = [f"prompt of {PROMPT_TOKENS}, ms (predicted)", "answers/s (predicted)"]
+            head[3:3] = [
+                f"prompt of {PROMPT_TOKENS}, ms (predicted)",
+                "answers, tokens/s (predicted)",
+            ]
         rows = []
         for x in self.points(by):
             row = [x.name, f"{x.nbytes / 2**20:.1f}", f"{8 * x.nbytes / weights:.2f}"]
@@ -475,9 +476,10 @@ def choose(
         raise UserError(refused[0])
     times = next((goal.times for goal in goals if goal.times is not None), None)
     taken = {(x.int8, tuple(x.kinds.items())) for x in choices}
+    points = [(("as stored", {}, False), 0.0), *zip(variants, means.tolist(), strict=True)]
     frontier = [
         _timed(tensors, times, TypeChoice(name, kinds, tensors.nbytes(kinds), kl, int8=int8))
-        for (name, kinds, int8), kl in zip(variants, means.tolist(), strict=True)
+        for (name, kinds, int8), kl in points
         if (int8, tuple(kinds.items())) not in taken
     ]
     return Precision(choices, frontier, refused)

@@ -26,7 +26,7 @@ from hetero.solver.build import make_plan
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.plan import OpPlan, Tile, Total
 from hetero.solver.request import PlanRequest
-from hetero.solver.storage_times import BLOCKS, FOUR_BITS, StorageTimes, format_of
+from hetero.solver.storage_times import BLOCKS, FOUR_BITS, StorageTimes, format_of, not_measured
 
 GoalName: TypeAlias = Literal["bytes", "prompt", "decode"]
 StepName: TypeAlias = Literal["prompt", "decode"]
@@ -112,9 +112,11 @@ def step_times(
     for step, phase in PHASE_OF.items():
         made = _Step(rows, names, nbytes, spec, times, phase, plans)
         layouts[step] = list(made.layouts())
-    measured = {x.weight_format for x in profile.predictors}
-    for wanted in sorted({*times.guessed, *BLOCKS.values()} - measured):
-        notes.append(f"{wanted} was not measured: predicted from 4-bit weights")
+    if guessed := not_measured(profile):
+        notes.append(
+            f"profile {profile.name} has no times of {', '.join(guessed)}: they are predicted from "
+            "those of 4-bit weights"
+        )
     return StepTimes(layouts, notes)
 
 
