@@ -17,7 +17,7 @@ from hetero.terminal import printable
 
 if TYPE_CHECKING:
     from hetero.compiling.precision import Tensors, TypeChoice
-    from hetero.compiling.type_costs import StepTimes
+    from hetero.compiling.type_costs import StepName, StepTimes
     from hetero.models.calibration_record import Calibration
 
 
@@ -99,8 +99,8 @@ def quantize_command(
         if weights is not None or outliers is not None:
             raise UserError("--quality chooses types itself: leave out --weights and --outliers")
         goal = objective or GoalChoice.BYTES
-        given = (model, out, calibrate, calibration_tokens)
-        write_within(quality, *given, goal=goal, profile=profile, overwrite=overwrite)
+        source = (model, out, calibrate, calibration_tokens)
+        write_within(quality, *source, goal=goal, profile=profile, overwrite=overwrite)
         return
     for option, value in (("objective", objective), ("profile", profile)):
         if value is not None:
@@ -181,7 +181,7 @@ def write_within(
     if choice.gap > WORTH_SAYING:
         what = "bytes are" if goal is GoalChoice.BYTES else "time is"
         print(f"its {what} at most {choice.gap:.2%} above the least")
-    by = None if goal is GoalChoice.BYTES else goal.value
+    by: StepName | None = None if goal.value == "bytes" else goal.value
     show_or_print(searched.precision.table(tensors.weight_count, by))
     print(
         f"predicted KL {choice.kl:.3g}, measured {measured:.3g} nats a token over {tokens} tokens "

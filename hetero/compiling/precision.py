@@ -430,7 +430,7 @@ class Draft:
     @property
     def key(self) -> object:
         """Return what equal drafts have in common."""
-        return self.int8, tuple(self.kinds.items())
+        return _key(self.kinds, self.int8)
 
 
 def choose(
@@ -475,14 +475,26 @@ def choose(
     if not choices:
         raise UserError(refused[0])
     times = next((goal.times for goal in goals if goal.times is not None), None)
-    taken = {(x.int8, tuple(x.kinds.items())) for x in choices}
-    points = [(("as stored", {}, False), 0.0), *zip(variants, means.tolist(), strict=True)]
-    frontier = [
-        _timed(tensors, times, TypeChoice(name, kinds, tensors.nbytes(kinds), kl, int8=int8))
-        for (name, kinds, int8), kl in points
-        if (int8, tuple(kinds.items())) not in taken
-    ]
+    choices = [_best(goal, choices) for goal in goals if goal.name in {x.name for x in choices}]
+    points = {_key({}, False): TypeChoice("as stored", {}, tensors.nbytes({}), 0.0)}
+    for (name, kinds, int8), kl in zip(variants, means.tolist(), strict=True):
+        point = TypeChoice(name, kinds, tensors.nbytes(kinds), kl, int8=int8)
+        points[_key(kinds, int8)] = point  # a mix that is uniform goes by its type
+    taken = {_key(x.kinds, x.int8) for x in choices}
+    frontier = [_timed(tensors, times, x) for key, x in points.items() if key not in taken]
     return Precision(choices, frontier, refused)
+
+
+def _best(goal: Goal, choices: Sequence[TypeChoice]) -> TypeChoice:
+    """Return the best choice for a goal: that of another one may be better, as predicted."""
+    able = [x for x in choices if not x.int8 or True in goal.activations]
+    best = min(able, key=lambda x: x.nbytes if goal.name == "bytes" else x.seconds[goal.name])
+    name = NAMES[goal.name]
+    return replace(best, name=f"{name}, int8 inputs" if best.int8 else name)
+
+
+def _key(kinds: Variant, int8: bool) -> object:
+    return int8, frozenset(kinds.items())
 
 
 def _choice(
@@ -500,7 +512,7 @@ def _choice(
     if not best.kinds and not best.int8:
         raise UserError(_unreachable(tensors, losses, relation, budget, goal))
     choice = TypeChoice(
-        f"{NAMES[goal.name]}, int8 inputs" if best.int8 else NAMES[goal.name],
+        goal.name,
         best.kinds,
         tensors.nbytes(best.kinds),
         relation.predicted(best.total),
@@ -516,8 +528,11 @@ def _timed(tensors: Tensors, times: StepTimes | None, choice: TypeChoice) -> Typ
         return choice
     kinds = {x: choice.kinds.get(x, own) for x, (own, *_) in tensors.options.items()}
     known = {x: times.fastest(x, kinds, choice.int8) for x in times.layouts}
-    seconds, devices = ({x: y[i] for x, y in known.items()} for i in (0, 1))
-    return replace(choice, seconds=seconds, devices=devices)
+    return replace(
+        choice,
+        seconds={x: seconds for x, (seconds, _) in known.items()},
+        devices={x: devices for x, (_, devices) in known.items()},
+    )
 
 
 def least_cost(tensors: Tensors, losses: Losses, budget: float, goal: Goal) -> Draft:

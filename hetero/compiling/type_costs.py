@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from hetero.backends.formats import StorageFormat, WeightFormat
@@ -21,7 +21,7 @@ from hetero.models.gguf.kinds import Kind
 from hetero.models.gguf.tensors import stored_as
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph, OpName
-from hetero.profiler.records import DeviceProfile, EveryCore, Phase
+from hetero.profiler.records import DeviceProfile, DeviceRecord, EveryCore, Phase
 from hetero.solver.build import make_plan
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.plan import OpPlan, Tile, Total
@@ -99,9 +99,9 @@ def step_times(
     Raises `ProfileError` and `PlanError` where the profile cannot predict them.
     """
     cost = CostModel(profile)
-    times, notes = StorageTimes(cost), list[str]()
+    times, notes = StorageTimes(profile, cost), list[str]()
     npu = profile.devices.get("npu")
-    if npu is not None and npu.capabilities.static_shapes:
+    if npu is not None and not computes_files(npu):
         notes.append(
             f"the NPU of profile {profile.name} computes matrices of one format, so files of "
             "several types are predicted on the other devices"
@@ -118,6 +118,11 @@ def step_times(
             "those of 4-bit weights"
         )
     return StepTimes(layouts, notes)
+
+
+def computes_files(device: DeviceRecord) -> bool:
+    """Return whether a device multiplies with the types of a file; old profiles do not say it."""
+    return REFERENCE in device.capabilities.weight_formats or device.backend == "ort-cpu"
 
 
 def _without_npu(profile: DeviceProfile) -> DeviceProfile:
@@ -174,13 +179,10 @@ class _Step:
         cores = self._cores()
         for kind, whole_s in self.total.single_devices.items():
             rest_s = max(whole_s - self._alone_s(kind), 0.0)
-            yield self._layout((kind,), rest_s, lambda name, kind=kind: [self._whole(name, kind)])
+            yield self._layout((kind,), rest_s, partial(self._whole_only, kind=kind))
             if kind == "gpu" and REFERENCE in cores:
-                one = cores[REFERENCE]
-                fixed = one.seconds(rest_s, self.spec.layers)
-                yield self._layout(
-                    ("cpu",), fixed, lambda name, cores=cores: [self._on_cores(name, cores)]
-                )
+                fixed = cores[REFERENCE].seconds(rest_s, self.spec.layers)
+                yield self._layout(("cpu",), fixed, partial(self._on_cores, cores=cores))
         entries = [x for x in self.plans[REFERENCE].ops if x.phase == self.phase]
         if len({tile.device for x in self._entries() for tile in x.tiles}) > 1:
             matmuls_s = math.fsum(self.spec.counts[x.op] * (x.predicted_s or 0.0) for x in entries)
@@ -227,14 +229,17 @@ class _Step:
     def _whole(self, name: OpName, kind: DeviceKind) -> Way:
         return self._way(name, self._whole_tiles(name, kind), 0.0)
 
-    def _on_cores(self, name: OpName, cores: Mapping[WeightFormat, EveryCore]) -> Way:
+    def _whole_only(self, name: OpName, kind: DeviceKind) -> list[Way]:
+        return [self._whole(name, kind)]
+
+    def _on_cores(self, name: OpName, cores: Mapping[WeightFormat, EveryCore]) -> list[Way]:
         one = self._whole(name, "gpu").of
 
         def of(tensor: str, kind: Kind, int8: bool) -> float:
             own = cores.get(format_of(stored_as(kind), int8), cores[REFERENCE])
             return one(tensor, kind, int8) / own.speedup
 
-        return Way(0.0, of)
+        return [Way(0.0, of)]
 
     def _cores(self) -> dict[WeightFormat, EveryCore]:
         """Return what every core gains over one, by format."""

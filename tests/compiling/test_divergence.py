@@ -106,7 +106,7 @@ def test_inputs_in_int8_are_those_of_the_engine(tmp_path: Path) -> None:
     with LLM(str(tmp_path / "m.gguf"), device="npu", weights="gguf-a8", kv="f32") as llm:
         wanted = exact_kl(exact, llm.logits(tokens))[len(tokens) // UNSCORED :]
     assert wanted.mean() > 1e-6
-    assert lost[0] == pytest.approx(wanted, rel=0.1, abs=0.1 * wanted.mean())
+    assert np.abs(lost[0] - wanted).mean() < 0.05 * wanted.mean()
 
 
 @pytest.mark.full

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import get_args
@@ -26,6 +26,7 @@ from hetero.models.gguf.kinds import Kind
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.build import make_plan
 from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.report.page import to_html
 from hetero.solver.request import PlanRequest
 from tests.models.gguf_files import write_tiny
 
@@ -62,8 +63,9 @@ def test_uniform_types_take_as_long_as_planned(folder: Path, int8: bool) -> None
     kinds = dict.fromkeys(tensors.options, Kind.Q4_0)
     for step, total in zip(STEPS, totals, strict=True):
         alone = {x.devices: x.cost(kinds, int8) for x in times.layouts[step]}
-        for kind, seconds in total.single_devices.items():
-            assert alone[kind,] == pytest.approx(seconds, rel=0.05)
+        assert alone["gpu",] == pytest.approx(total.single_devices["gpu"], rel=1e-4)
+        # What an NPU's calls cost beside their kernels differs a little by the format.
+        assert alone["npu",] == pytest.approx(total.single_devices["npu"], rel=0.15)
         fastest, devices = times.fastest(step, kinds, int8)
         assert alone[devices] == fastest == min(alone.values())
         assert ("cpu",) in alone
@@ -87,14 +89,10 @@ def test_nothing_within_the_budget_is_faster(
     tensors, times = small(folder)
     rng = np.random.default_rng(seed)
 
-    def drawn(own: float) -> Mapping[str, Mapping[Kind, float]]:
-        return {
-            x: {kind: own + float(rng.exponential()) for kind in kinds}
-            for x, kinds in tensors.options.items()
-            if x in WORDS or own
-        }
+    def drawn(names: Mapping[str, Sequence[Kind]]) -> Mapping[str, Mapping[Kind, float]]:
+        return {x: {y: float(rng.exponential()) for y in kinds} for x, kinds in names.items()}
 
-    losses = Losses(drawn(0.0), drawn(0.01))
+    losses = Losses(drawn(tensors.smaller), drawn({x: tensors.options[x] for x in WORDS}))
     found = least_cost(tensors, losses, budget, Goal(step, times))
     own = {x: kinds[0] for x, kinds in tensors.options.items()}
     least = math.inf
@@ -147,11 +145,11 @@ def test_the_plan_says_what_quality_buys(
 ) -> None:
     path, text = tmp_path / "m.gguf", tmp_path / "text"
     write_tiny(path)
-    text.write_text("".join(np.random.default_rng(0).choice(list("abcdefgh "), 1200)))
+    text.write_text("".join(np.random.default_rng(0).choice(list("abcdefgh "), 300)))
     words = ["plan", str(path), "--profile", "host", "--seq-lens", "32", "--calibrate", str(text)]
-    report = tmp_path / "plan.html"
+    report = tmp_path / "plan.md"
     with pytest.raises(SystemExit) as ended:
-        cli.main([*words, "--quality", "0.02", "--json", "--report", str(report)])
+        cli.main([*words, "--quality", "0.02", "--json"])
     assert ended.value.code == 0
     plan = ExecutionPlan.parse(capsys.readouterr().out.splitlines()[-1], "stdout")
     assert plan.quality is not None
@@ -164,6 +162,9 @@ def test_the_plan_says_what_quality_buys(
     assert all(x.kl <= 0.02 for x in plan.quality.choices)
     uniform = {x.name for x in plan.quality.frontier}
     assert {"Q4_0", "Q4_0, int8 inputs", "Q8_0", "F16"} <= uniform
-    page = report.read_text()
+    plan.report(report)
+    assert "## What quality buys" in report.read_text()
+    assert "| Q4_0, int8 inputs | " in report.read_text()
+    page = to_html(plan.model_copy(update={"ops": (), "totals": ()}))
     assert "What quality buys" in page
     assert "Q4_0, int8 inputs" in page
