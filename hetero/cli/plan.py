@@ -216,7 +216,8 @@ def plan_command(
 ) -> None:
     """Find the best cut of every matmul of MODEL between GPU and NPU."""
     from hetero.arguments import parse_size
-    from hetero.cli.quality import with_quality
+    from hetero.cli.quality import ALL_GOALS, with_quality, with_text
+    from hetero.compiling.precision import open_tensors
     from hetero.placement.planning import parse_lengths, planned, spec_on
     from hetero.placement.where_fastest import with_fastest
     from hetero.solver.expert_shares import Routing
@@ -224,7 +225,10 @@ def plan_command(
     from hetero.terminal.notices import notify
 
     asked = {"calibrate": calibrate, "calibration-tokens": calibration_tokens}
-    check_quality(quality, asked, objective, print_args)
+    text = checked_quality(quality, asked, objective, print_args)
+    given = None
+    if text is not None:
+        given = with_text(open_tensors(model), text, calibration_tokens or TOKENS, ALL_GOALS)
     lengths, length_weights = parse_lengths(seq_lens, "--seq-lens")
     request = PlanRequest(
         third=True,
@@ -250,9 +254,8 @@ def plan_command(
         return
     with stderr().status("solving"):
         finished = with_fastest(planned(spec, measured, request), spec, measured, request)
-    if quality is not None:
-        given = (quality, model, calibrate, calibration_tokens, measured)
-        finished = with_quality(finished, *given)
+    if quality is not None and given is not None:
+        finished = with_quality(finished, quality, given, measured)
     others = [] if compare is None else [other(compare, spec, request)]
     if out is not None:
         finished.save(out)
@@ -262,13 +265,16 @@ def plan_command(
     show_plan(finished, others, explain, as_json=as_json)
 
 
-def check_quality(
+def checked_quality(
     quality: float | None,
     asked: Mapping[str, object],
     objective: ObjectiveChoice,
     print_args: EngineChoice | None,
-) -> None:
-    """Raise `UserError` for options that --quality needs, or that do not go with it."""
+) -> Path | None:
+    """Return the text of --quality.
+
+    Raises `UserError` for options that it needs, or that do not go with it.
+    """
     from hetero.cli.quality import check_budget
 
     if quality is None:
@@ -276,13 +282,13 @@ def check_quality(
             raise UserError(
                 f"--{given[0]} is for --quality: give --quality KL too, or leave it out"
             )
-        return
+        return None
     if objective is ObjectiveChoice.ENERGY:
         raise UserError("--quality buys time and bytes: leave out --objective energy")
     if print_args is not None:
         raise UserError("--print-args makes no plan: leave out --quality")
     calibrate = asked["calibrate"]
-    check_budget(quality, calibrate if isinstance(calibrate, Path) else None)
+    return check_budget(quality, calibrate if isinstance(calibrate, Path) else None)
 
 
 def show_arguments(

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
@@ -30,11 +30,21 @@ QualityOption = Annotated[
 ]
 
 
-class Searched(NamedTuple):
-    """A model's tensors, a text, and the types that were chosen by it."""
+ALL_GOALS: Final[tuple[GoalName, ...]] = ("bytes", "prompt", "decode")
 
+
+class Opened(NamedTuple):
+    """A model's tensors and a text, in which nothing was found wrong."""
+
+    loaded: LoadedModel
     tensors: Tensors
     text: SplitText
+
+
+class Searched(NamedTuple):
+    """The types that were chosen for a model, and the times that are predicted of any."""
+
+    tensors: Tensors
     precision: Precision
     times: StepTimes | None
 
@@ -48,27 +58,32 @@ def check_budget(budget: float, calibrate: Path | None) -> Path:
     return calibrate
 
 
+def with_text(
+    model: tuple[LoadedModel, Tensors], text: Path, limit: int, goals: Sequence[GoalName]
+) -> Opened:
+    """Return what `search` works on. Raises `UserError` for a text that cannot be used."""
+    from hetero.compiling.precision import SplitText
+
+    loaded, tensors = model
+    count = tensors.alone_count(int8=any(x != "bytes" for x in goals))
+    return Opened(loaded, tensors, SplitText.of(loaded, text, limit, count))
+
+
 def search(
-    budget: float,
-    opened: tuple[LoadedModel, Tensors],
-    text: Path,
-    limit: int,
-    goals: Sequence[GoalName],
-    profile: ProfileLike,
+    budget: float, given: Opened, goals: Sequence[GoalName], profile: ProfileLike
 ) -> Searched:
     """Measure losses on a text and choose types for each goal.
 
     Raises `UserError`, `ProfileError` and `PlanError`.
     """
-    from hetero.compiling.precision import SplitText, choose
+    from hetero.compiling.precision import choose
     from hetero.compiling.type_costs import Goal
     from hetero.terminal.notices import notify
 
-    loaded, tensors = opened
+    loaded, tensors, parts = given
     times = _times(loaded, tensors, profile, needed=any(x != "bytes" for x in goals))
     wanted = [Goal(x, times) for x in goals]
     int8 = any(True in x.activations for x in wanted)
-    parts = SplitText.of(loaded, text, limit, tensors.alone_count(int8=int8))
     path = tensors.weights.file.path
     if stored := tensors.quantised():
         notify(
@@ -81,7 +96,7 @@ def search(
         losses = tensors.losses(parts.alone, alone, int8=int8)
     with progress_bar("together") as together:
         precision = choose(tensors, losses, parts.together, budget, together, wanted)
-    return Searched(tensors, parts, precision, times)
+    return Searched(tensors, precision, times)
 
 
 def _times(
@@ -111,24 +126,16 @@ def types_of(tensors: Tensors, choice: TypeChoice) -> dict[str, int]:
 
 
 def with_quality(
-    plan: ExecutionPlan,
-    budget: float,
-    model: str,
-    calibrate: Path | None,
-    limit: int | None,
-    profile: ProfileLike,
+    plan: ExecutionPlan, budget: float, given: Opened, profile: ProfileLike
 ) -> ExecutionPlan:
     """Return the plan with what a budget of quality buys.
 
-    Raises `UserError`, `ModelError`, `ProfileError` and `PlanError`.
+    Raises `UserError`, `ProfileError` and `PlanError`.
     """
-    from hetero.compiling.precision import open_tensors
     from hetero.compiling.type_costs import CONTEXT, PROMPT_TOKENS
     from hetero.solver.quality import Quality
 
-    text = check_budget(budget, calibrate)
-    goals: tuple[GoalName, ...] = ("bytes", "prompt", "decode")
-    searched = search(budget, open_tensors(model), text, limit or TOKENS, goals, profile)
+    searched = search(budget, given, ALL_GOALS, profile)
     precision = searched.precision
     quality = Quality(
         budget=budget,

@@ -17,7 +17,7 @@ from hetero.terminal import printable
 
 if TYPE_CHECKING:
     from hetero.compiling.precision import Tensors, TypeChoice
-    from hetero.compiling.type_costs import StepName, StepTimes
+    from hetero.compiling.type_costs import GoalName, StepTimes
     from hetero.models.calibration_record import Calibration
 
 
@@ -99,8 +99,8 @@ def quantize_command(
         if weights is not None or outliers is not None:
             raise UserError("--quality chooses types itself: leave out --weights and --outliers")
         goal = objective or GoalChoice.BYTES
-        source = (model, out, calibrate, calibration_tokens)
-        write_within(quality, *source, goal=goal, profile=profile, overwrite=overwrite)
+        asked = (model, out, calibrate, calibration_tokens)
+        write_within(quality, *asked, goal=goal, profile=profile, overwrite=overwrite)
         return
     for option, value in (("objective", objective), ("profile", profile)):
         if value is not None:
@@ -152,7 +152,7 @@ def write_within(
     Raises `UserError` and `ModelError`.
     """
     from hetero.backends.host.folders import expand_user
-    from hetero.cli.quality import check_budget, search, types_of
+    from hetero.cli.quality import check_budget, search, types_of, with_text
     from hetero.cli.tables import show_or_print
     from hetero.compiling.precision import measured_kl, open_tensors
     from hetero.models.gguf import GgufFile
@@ -160,17 +160,18 @@ def write_within(
     from hetero.models.gguf.tensors import INPUTS, INT8
 
     text = check_budget(budget, calibrate)
-    opened = open_tensors(model)
-    tensors = opened[1]
+    loaded, tensors = open_tensors(model)
     file, target = tensors.weights.file, expand_user(out).resolve()
     check_copy(file, target, overwrite=overwrite)
-    searched = search(budget, opened, text, limit, (goal.value,), profile)
+    name: GoalName = goal.value  # type: ignore[assignment]
+    given = with_text((loaded, tensors), text, limit, (name,))
+    searched = search(budget, given, (name,), profile)
     choice = searched.precision.choice
     entries: dict[str, float | str] = {PREDICTED: choice.kl}
     entries |= {INPUTS: INT8} if choice.int8 else {}
     with progress_bar("quantising") as advance:
         write_copy(file, target, choice.kinds, entries, advance)
-    measured, tokens = measured_kl(tensors, choice, GgufFile(target), searched.text.unseen)
+    measured, tokens = measured_kl(tensors, choice, GgufFile(target), given.text.unseen)
     types = ", ".join(f"{count} {name}" for name, count in types_of(tensors, choice).items())
     print(f"{out}: {choice.nbytes / 2**20:.1f} MiB ({types})")
     if choice.int8:
@@ -181,7 +182,7 @@ def write_within(
     if choice.gap > WORTH_SAYING:
         what = "bytes are" if goal is GoalChoice.BYTES else "time is"
         print(f"its {what} at most {choice.gap:.2%} above the least")
-    by: StepName | None = None if goal.value == "bytes" else goal.value
+    by = None if name == "bytes" else name
     show_or_print(searched.precision.table(tensors.weight_count, by))
     print(
         f"predicted KL {choice.kl:.3g}, measured {measured:.3g} nats a token over {tokens} tokens "
