@@ -34,7 +34,7 @@ from hetero.profiler.model_graph import MAX_LAYERS, ModelGraph, OpName
 from hetero.solver.errors import PlanError
 from hetero.solver.names import NamedStrategy
 from hetero.solver.prompt_calls import split
-from hetero.solver.quality import Quality
+from hetero.solver.quality_points import Quality
 
 Phase: TypeAlias = Literal["prefill", "decode"]
 Strategy: TypeAlias = Literal[

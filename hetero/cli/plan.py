@@ -13,7 +13,7 @@ import typer
 
 from hetero.backends.formats import CacheFormat
 from hetero.cli.options import JsonOption, stderr
-from hetero.cli.quality import TOKENS, QualityOption
+from hetero.cli.quality_budget import TOKENS, QualityOption
 from hetero.errors import UserError
 from hetero.terminal import json_line
 
@@ -216,8 +216,7 @@ def plan_command(
 ) -> None:
     """Find the best cut of every matmul of MODEL between GPU and NPU."""
     from hetero.arguments import parse_size
-    from hetero.cli.quality import ALL_GOALS, with_quality, with_text
-    from hetero.compiling.precision import open_tensors
+    from hetero.cli.quality_budget import opened, with_quality
     from hetero.placement.planning import parse_lengths, planned, spec_on
     from hetero.placement.where_fastest import with_fastest
     from hetero.solver.expert_shares import Routing
@@ -226,9 +225,7 @@ def plan_command(
 
     asked = {"calibrate": calibrate, "calibration-tokens": calibration_tokens}
     text = checked_quality(quality, asked, objective, print_args)
-    given = None
-    if text is not None:
-        given = with_text(open_tensors(model), text, calibration_tokens or TOKENS, ALL_GOALS)
+    given = None if text is None else opened(model, text, calibration_tokens or TOKENS)
     lengths, length_weights = parse_lengths(seq_lens, "--seq-lens")
     request = PlanRequest(
         third=True,
@@ -275,7 +272,7 @@ def checked_quality(
 
     Raises `UserError` for options that it needs, or that do not go with it.
     """
-    from hetero.cli.quality import check_budget
+    from hetero.cli.quality_budget import check_budget
 
     if quality is None:
         if given := [name for name, value in asked.items() if value is not None]:

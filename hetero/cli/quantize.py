@@ -10,7 +10,7 @@ import typer
 
 from hetero.backends.formats import WeightFormat
 from hetero.cli.options import ModelArgument, progress_bar
-from hetero.cli.quality import TOKENS, QualityOption
+from hetero.cli.quality_budget import TOKENS, QualityOption
 from hetero.compiling.constants import DEFAULT_OUTLIERS
 from hetero.errors import UserError
 from hetero.terminal import printable
@@ -152,7 +152,7 @@ def write_within(
     Raises `UserError` and `ModelError`.
     """
     from hetero.backends.host.folders import expand_user
-    from hetero.cli.quality import check_budget, search, types_of, with_text
+    from hetero.cli.quality_budget import check_budget, search, types_of, with_text
     from hetero.cli.tables import show_or_print
     from hetero.compiling.precision import measured_kl, open_tensors
     from hetero.models.gguf import GgufFile

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hetero.models import LoadedModel
     from hetero.placement.planning import ProfileLike
     from hetero.solver.execution_plan import ExecutionPlan
-    from hetero.solver.quality import QualityPoint
+    from hetero.solver.quality_points import QualityPoint
 
 TOKENS = 4096  # of a text that are read
 QualityOption = Annotated[
@@ -67,6 +67,13 @@ def with_text(
     loaded, tensors = model
     count = tensors.alone_count(int8=any(x != "bytes" for x in goals))
     return Opened(loaded, tensors, SplitText.of(loaded, text, limit, count))
+
+
+def opened(model: str, text: Path, limit: int) -> Opened:
+    """Return what `with_quality` works on. Raises `UserError` and `ModelError`."""
+    from hetero.compiling.precision import open_tensors
+
+    return with_text(open_tensors(model), text, limit, ALL_GOALS)
 
 
 def search(
@@ -133,7 +140,7 @@ def with_quality(
     Raises `UserError`, `ProfileError` and `PlanError`.
     """
     from hetero.compiling.type_costs import CONTEXT, PROMPT_TOKENS
-    from hetero.solver.quality import Quality
+    from hetero.solver.quality_points import Quality
 
     searched = search(budget, given, ALL_GOALS, profile)
     precision = searched.precision
@@ -149,7 +156,7 @@ def with_quality(
 
 
 def _point(searched: Searched, choice: TypeChoice, *, measured: bool) -> QualityPoint:
-    from hetero.solver.quality import QualityPoint
+    from hetero.solver.quality_points import QualityPoint
 
     return QualityPoint(
         name=choice.name,
