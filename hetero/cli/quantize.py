@@ -163,7 +163,7 @@ def write_within(
     loaded, tensors = open_tensors(model)
     file, target = tensors.weights.file, expand_user(out).resolve()
     check_copy(file, target, overwrite=overwrite)
-    name: GoalName = goal.value  # type: ignore[assignment]
+    name: GoalName = goal.value
     given = with_text((loaded, tensors), text, limit, (name,))
     searched = search(budget, given, (name,), profile)
     choice = searched.precision.choice
