@@ -140,6 +140,7 @@ def test_a_goal_that_gains_nothing_is_said(folder: Path) -> None:
         choose(tensors, losses, texts, 1e-12, goals=goals)
 
 
+@pytest.mark.full
 def test_the_plan_says_what_quality_buys(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
