@@ -119,9 +119,7 @@ def fastest_answers(
     longest = min(spec.max_position, LONGEST)
     answers = [FastestAnswers(depth_from=0, devices=first, predicted_s=seconds(first, STEP))]
     for depth, devices in switches(first, names, seconds, needed, longest):
-        own_s, before = seconds(devices, depth), answers[-1].devices
-        before_s = planner.solve(Scenario("decode", 1, depth)).seconds
-        before_s = before_s if before == BOTH else seconds(before, depth)
+        own_s, before_s = (seconds(x, depth) for x in (devices, answers[-1].devices))
         later: dict[str, Any] = {"depth_from": depth, "devices": devices, "predicted_s": own_s}
         answers.append(FastestAnswers(**later, gain=before_s / own_s))
     return tuple(answers)
