@@ -68,8 +68,11 @@ def before_after(
     commit: str,
     bench: Annotated[list[str], typer.Argument(help="the script in bench/ and its options")],
     rounds: Annotated[int, typer.Option(help="before and after take turns")] = 3,
+    same_bench: Annotated[
+        bool, typer.Option("--same-bench", help="run this tree's script with both packages")
+    ] = False,
 ) -> None:
-    """A bench of a commit's own tree beside this one's, each in processes of its own, in turns.
+    """Run a bench of a commit's own tree and of this one in turns, each in its own processes.
 
     Figures that only one of them prints are left out, and a bench that the commit lacks is this
     tree's. Both use what is installed here but for `hetero` itself.
@@ -78,7 +81,7 @@ def before_after(
     with tempfile.TemporaryDirectory() as name:
         trees = {"before": unpacked(commit, Path(name) / "tree"), "after": ROOT}
         script = trees["before"] / "bench" / bench[0]
-        if not script.exists():
+        if same_bench or not script.exists():
             script.write_bytes((ROOT / "bench" / bench[0]).read_bytes())
         sites = {who: importable(tree, Path(name) / who) for who, tree in trees.items()}
         for _ in range(rounds):
@@ -99,6 +102,8 @@ def before_after(
         ratios = [b / a for a, b in known if a]
         shown = [f"{f(ratios):.3f}" for f in (statistics.median, min, max)] if ratios else [""] * 3
         rows.append([*key, f"{before:.3f}", f"{after:.3f}", *shown])
+    if not rows:
+        raise SystemExit(f"{bench[0]} of {commit} prints none of these figures: use --same-bench")
     print(f"{commit} and this tree, {rounds} rounds in turns; {' '.join(bench)}\n")
     table("line|figure|before (median)|after|after / before (median)|min|max", rows)
     finish()

@@ -25,6 +25,8 @@ from hetero.measuring.rate_files import Source, read_rates
 from hetero.profiler.fitted_units import LeftOut, Rate, predicted, rates_of
 
 CLOSE = 1.1  # times the next best: less is no question
+MEDIAN, NINTH = 20, 40  # most percent of error, of half the rows and of nine in ten
+NAMED = 85  # least percent of cells whose fastest processor is named
 
 
 class Row(NamedTuple):
@@ -102,6 +104,21 @@ def lines_of(rows: Sequence[Row], *keys: str) -> list[list[str]]:
     ]
 
 
+def within(rows: Sequence[Row]) -> list[list[str]]:
+    """Return by engine and phase how many chips, units and contexts keep `MEDIAN` and `NINTH`."""
+    groups: dict[tuple[str, ...], dict[tuple[str, int], list[Row]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for row in rows:
+        groups[row.unit, row.engine, row.phase][row.chip, row.context].append(row)
+    lines = []
+    for key, cells in groups.items():
+        found = [[float(x) for x in quantiles(own, key[2])[:2]] for own in cells.values()]
+        kept = [sum(x[i] <= bound for x in found) for i, bound in enumerate((MEDIAN, NINTH))]
+        lines.append([*key, *(f"{x} of {len(found)}" for x in kept)])
+    return lines
+
+
 def main(
     out: Annotated[Path | None, typer.Option("--csv", help="file of all groups")] = None,
 ) -> None:
@@ -116,12 +133,17 @@ def main(
         every = [["all", "", *quantiles(own, "prefill"), *quantiles(own, "decode")]]
         table(f"unit|engine|{numbers}|{numbers}", every + lines_of(own, "unit", "engine"))
         print()
+    print("chips and contexts within the bounds: dense models and delta nets\n")
+    bounds = f"median at most {MEDIAN} %|nine in ten at most {NINTH} %"
+    table(f"unit|engine|phase|{bounds}", within(fitted))
+    print()
     shares = []
     for npu in ("llama.cpp", "qairt"):
         counts = right(rows, npu)
         done, every_cell = (sum(x) for x in zip(*counts.values(), strict=True))
         by_phase = [f"{done} of {count}" for done, count in counts.values()]
         shares.append([npu, *by_phase, f"{100 * done / every_cell:.0f}"])
+    print(f"cells whose fastest processor is named (asked: {NAMED} %)\n")
     table("NPU by|prompts|answers|fastest named, %", shares)
     if out is not None:
         head = ("chip", "unit", "engine", "context")

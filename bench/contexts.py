@@ -26,7 +26,7 @@ import numpy as np
 import typer
 from common import finish, integers, new_app, table
 from lab.forecasts import ForecastService, learned, oracle, recency
-from lab.managers import MANAGERS, Manager, contenders
+from lab.managers import HETERO, MANAGERS, Manager, contenders
 from lab.simulated import Call, Machine, SimulatedService, most_tokens
 from parts import context_figures
 
@@ -237,7 +237,8 @@ def measure(
     with LLM(model, device=device, max_seq_len=length or None) as llm:
         about = header(pattern, contexts, llm.max_seq_len - 8, 0)
         calls = [call for call, _ in zip(trace(about), range(count), strict=False)]
-        for name, manager in contenders([x for x in without.split(",") if x]).items():
+        named = contenders([x for x in without.split(",") if x]) | {"hetero": HETERO}
+        for name, manager in named.items():
             with tempfile.TemporaryDirectory() as folder:
                 done, found, service = real(llm, calls, about["window"], manager, Path(folder))
                 codec, rates = service._codec, service._working.rates
@@ -248,7 +249,8 @@ def measure(
                 expected = twin.run(done, about["window"])
                 even = rates.break_even_bytes_per_s(codec.nbytes(CHUNK_TOKENS, 8) / CHUNK_TOKENS)
             ratio = statistics.fmean(expected) / statistics.fmean(found)
-            rows.append([name, shown(found), shown(expected), f"{ratio:.2f}", f"{even / 1e6:.0f}",
+            simulated = ["", ""] if manager.read_ahead else [shown(expected), f"{ratio:.2f}"]
+            rows.append([name, shown(found), *simulated, f"{even / 1e6:.0f}",
                          f"{rates.read_bytes_per_s / 1e6:.0f}"])  # fmt: skip
     print(f"measured and simulated; {model}, {pattern}, {contexts} contexts, {count} calls; ms\n")
     table("manager|measured|simulated|ratio|break-even at 8 bits, MB/s|disk, MB/s", rows)
@@ -276,6 +278,8 @@ def real(
                 context = bound.new_context(chat=False)
             contexts[call.context], before = context, len(context)
             service.swap.drain()
+            if service.ahead is not None and not service.ahead.wait(600):
+                raise SystemExit("reading ahead has not ended within 600 s")
             for path in folder.glob("apps/*/*.kv"):
                 with path.open("rb") as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

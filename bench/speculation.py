@@ -2,6 +2,7 @@
 
 python bench/speculation.py SmolLM2-135M-Instruct.Q4_1.gguf -n 256 -r 3
 python bench/speculation.py demo --draft-model demo -n 100
+python bench/speculation.py random:qwen3.5-0.8b --draft-model mtp -n 256 -r 3
 """
 
 from __future__ import annotations

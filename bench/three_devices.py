@@ -17,25 +17,12 @@ from typing import Annotated
 import typer
 from common import one_command, table
 
-from hetero.backends.protocol import EVERY_KIND
 from hetero.measuring.executed import execute
 from hetero.models import model_spec
+from hetero.placement.three_devices import ideal_s
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.planner import Planner, PlannerSettings, for_two
-from hetero.solver.solution import Scenario, Solution
-
-
-def ideal_s(planner: Planner, solution: Solution) -> float:
-    """Return the seconds of a step whose matmuls take no longer than all devices' added rates."""
-    seconds, m = solution.seconds, solution.scenario.m
-    for name, option in solution.options.items():
-        if name in planner.spec.sampled:
-            continue
-        n, k = planner.shape(name)
-        alone = [planner.kernels.table(kind, [m], [n], k).seconds[0, 0] for kind in EVERY_KIND]
-        added_s = 1 / sum(1 / float(x) for x in alone)
-        seconds -= planner.spec.counts[name] * (option.elapsed_s - added_s)
-    return seconds
+from hetero.solver.solution import Scenario
 
 
 def main(

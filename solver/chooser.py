@@ -17,7 +17,7 @@ from hetero.solver.npu_tiles import NpuTiles
 from hetero.solver.options import GPU, HOST, INF, Objective, Option
 from hetero.solver.overheads import Overheads
 from hetero.solver.plan import Strategy
-from hetero.solver.third_device import cuts_for_three, takes_third
+from hetero.solver.third_device import Spans, cuts_for_three, takes_third
 from hetero.solver.tilings import Grid, MatMulSpace
 
 ACTIVATION_BYTES = 4  # float32
@@ -105,20 +105,25 @@ class Chooser:
         grid: Grid | None = None,
         mask: Bools | None = None,
         gpu_alone: bool = True,
+        spans: Spans | None = None,
     ) -> list[Option]:
         """Return best single-device options and best cuts of each mode, the margin applied.
 
         `mask` [T, R] says which tilings may be used (residency); all if None; `gpu_alone`
         whether the GPU holds all rows. A gpu-only option comes first and is closed where the rules
-        forbid it, unless nothing else can compute the matmul. Without a mask a CPU may take rows
-        where that beats every other option by as much as a cut must beat a device.
+        forbid it, unless nothing else can compute the matmul. Without a mask a CPU may take rows,
+        of these `spans`, where that beats every other option by as much as a cut must
+        beat a device.
         """
         grid = grid or space.grid(m)
         gpu_s = grid.gpu_only_s if gpu_alone else None
         options = self.made(space, m, grid, self._pick(space, m, grid, mask, gpu_s))
-        if mask is None and self.rules.third and takes_third(space):
+        if mask is not None and not spans:
+            return options
+        if self.rules.third and takes_third(space):
             share = self.rules.max_gpu_share
-            options += self._with_margin(options, cuts_for_three(space, m, self.objective, share))
+            three = cuts_for_three(space, m, self.objective, share, spans)
+            options += self._with_margin(options, three)
         return options
 
     def made(self, space: MatMulSpace, m: int, grid: Grid, picked: SelectedCuts) -> list[Option]:

@@ -280,6 +280,12 @@ class DecodeBand(_Record):
     more_bytes: Bytes = 0
     ops: Annotated[tuple[OpPlan, ...], Field(min_length=1, max_length=64)]
 
+    @property
+    def gain(self) -> float | None:
+        """Return the seconds of what decodes before it over its own, at its depth."""
+        known = self.before_s is not None and self.predicted_s is not None
+        return self.before_s / self.predicted_s if known else None  # type: ignore[operator]
+
     @model_validator(mode="after")
     def _decodes(self) -> Self:
         if any(x.phase != "decode" or x.m not in (1, None) for x in self.ops):

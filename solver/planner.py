@@ -108,9 +108,9 @@ class Planner:
         """
         objective = objective or self.objective()
         self._check_length(scenario)
-        candidates = dict(options or {})
+        candidates, apart = dict(options or {}), _given_apart(self.spec, options or {})
         for name in self.names(unfused=self.settings.unfused and options is None):
-            if name not in candidates:
+            if name not in candidates and name not in apart:
                 m = self.spec.tokens_of(name, scenario.m)
                 candidates[name] = self.candidates(name, m, objective)
         search, heads = self._search(scenario, objective), self.heads
@@ -362,6 +362,12 @@ def for_two(planner: Planner) -> Planner:
 def with_fused(planner: Planner, names: Iterable[OpName]) -> Planner:
     """Return the same, which tries no members of these groups."""
     return planner._with(settings=replace(planner.settings, fused=frozenset(names)))
+
+
+def _given_apart(spec: ModelGraph, candidates: Candidates) -> set[OpName]:
+    """Return the fused matmuls of which all members are given, and which need not be whole."""
+    stages = (*spec.block, *spec.tail)
+    return {x.name for x in stages if x.members and all(y in candidates for y in x.members)}
 
 
 def _no_times(planner: Planner) -> PlanError:

@@ -9,7 +9,8 @@ All tokens are cut alike. The GPU's and the NPU's own rows may be any two of the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from collections.abc import Set as AbstractSet
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from hetero.solver.options import GPU, HOST, INF, Objective, Option
 from hetero.solver.tilings import MatMulSpace
 
 MODES: Final = (True, False)  # whether the GPU is done before the control thread
+Spans: TypeAlias = AbstractSet[tuple[int, int]]  # runs of a CPU's rows
 
 
 def takes_third(space: MatMulSpace) -> bool:
@@ -52,12 +54,16 @@ def crowding(cost: CostModel, phase: Phase, weight_format: WeightFormat | None =
 
 
 def cuts_for_three(
-    space: MatMulSpace, m: int, objective: Objective, max_gpu_share: float
+    space: MatMulSpace,
+    m: int,
+    objective: Objective,
+    max_gpu_share: float,
+    spans: Spans | None = None,
 ) -> Iterator[Option]:
     """Yield the best cut for three of each mode, open to both states.
 
-    While all three work each is slower by `crowding`, which is charged until the last is
-    done.
+    The CPU's rows are one of the `spans`, which the NPU's precede (None: any). While all three work
+    each is slower by `crowding`, which is charged until the last is done.
     """
     choices = npu_choices(m, space.sizes, space.alignment)
     if choices.cuts[-1] != m:
@@ -66,7 +72,7 @@ def cuts_for_three(
     npu, every = space.npu_times(choices)
     kernels, overheads = space.kernels, space.overheads.at(m)
     slower = crowding(kernels.cost, phase_of(m), kernels.weight_format)
-    npu_s, cpu_s = slower * npu[last, :-1], slower * _cpu_times(space, m)
+    npu_s, cpu_s = slower * npu[last, :-1], slower * _cpu_times(space, m, spans)
     known_s = overheads.wait_s - overheads.npu_restart_s  # after its end; a cut adds the restart
     host_s = np.maximum(npu_s[:, None], cpu_s + known_s)
     gpu_s = slower * space.gpu_table(np.asarray([m]), space.n - rows)
@@ -108,10 +114,13 @@ def cuts_for_three(
         )
 
 
-def _cpu_times(space: MatMulSpace, m: int) -> Floats:
+def _cpu_times(space: MatMulSpace, m: int, spans: Spans | None) -> Floats:
     """Return [A, B] seconds of the CPU's rows from each row cut to each other; infinite if none."""
     rows = space.rows[:-1]
     counts = rows[None, :] - rows[:, None]
+    if spans is not None:
+        held = [[(a, b) in spans for b in rows.tolist()] for a in rows.tolist()]
+        counts = np.where(held, counts, 0)
     sizes, places = np.unique(np.maximum(counts, 0), return_inverse=True)
     seconds = space.kernels.table("cpu", [m], sizes, space.k).seconds[0]
     return np.where(counts > 0, seconds[places.reshape(counts.shape)], INF)

@@ -8,6 +8,8 @@ All work on the same cache, with the same codes, files and threads:
     vllm-s    chunks of 16 bits are, least recently used first
     vllm-sq   the same with all chunks at 8 bits
 
+and, measured only, `hetero`: `llms` that reads the contexts used last between calls.
+
 The model's own cache has 32 bits; 16 are what others would keep there.
 """
 
@@ -33,6 +35,7 @@ class Manager:
     eviction: Policy
     swap: When
     recompute: bool = False
+    read_ahead: bool = False
 
     def options(self) -> dict[str, Any]:
         """For `Service`."""
@@ -56,6 +59,8 @@ MANAGERS: Final[dict[str, Manager]] = {
     "vllm-s": Manager("16", "lru", "pressure"),
     "vllm-sq": Manager("8", "lru", "pressure"),
 }
+
+HETERO: Final = replace(MANAGERS["llms"], read_ahead=True)
 
 
 def contenders(without: Iterable[str] = ()) -> dict[str, Manager]:

@@ -212,7 +212,7 @@ class SpeculationFlags:
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Model that guesses tokens ahead.",
+            help="Model that guesses tokens ahead; mtp: the model's own head for it.",
             rich_help_panel=DEVICES,
         ),
     ] = None

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hetero.profiler.options import Event
     from hetero.profiler.records import DeviceProfile
 
+NO_THIRD: Final = "none"  # value of --measure-cpu
 FormatsOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -69,11 +70,14 @@ CheckOption = Annotated[
 CpuMeasuredOption = Annotated[
     str,
     typer.Option(
-        "--cpu",
+        "--measure-cpu",
         metavar="BACKEND",
         help="Measure a third device, too: ort-cpu, on the cores that the others leave.",
     ),
 ]
+
+
+OldCpuOption = Annotated[str | None, typer.Option("--cpu", metavar="BACKEND", hidden=True)]
 
 
 def profile_command(
@@ -97,7 +101,8 @@ def profile_command(
     check: CheckOption = None,
     gpu: GpuOption = "auto",
     npu: NpuOption = "auto",
-    cpu: CpuMeasuredOption = "none",
+    measure_cpu: CpuMeasuredOption = NO_THIRD,
+    cpu: OldCpuOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure this device once; the solver and the runtime predict from it."""
@@ -109,7 +114,7 @@ def profile_command(
     from hetero.profiler.records import DeviceProfile
     from hetero.terminal.notices import notify
 
-    own: dict[str, object] = {"weights": weights, "cpu": None if cpu == "none" else cpu}
+    own: dict[str, Any] = {"weights": weights, "measure-cpu": third_device(measure_cpu, cpu)}
     measuring = {"quick": quick, "budget": budget, "resume": resume, "model": model, **own}
     if check is not None:
         _refuse_to_measure("check", measuring | {"add": add, "from": rates, "out": out, "soc": soc})
@@ -149,7 +154,7 @@ def profile_command(
                 resume=resume,
                 gpu=gpu,
                 npu=npu,
-                cpu=cpu,
+                cpu=own["measure-cpu"] or NO_THIRD,
                 model=model,
                 weights=weights or ["w4a16"],
                 name=soc or "host",
@@ -160,6 +165,23 @@ def profile_command(
             notify("measurements are kept: the same command with --resume continues")
         raise
     report(taken, path, as_json)
+
+
+def third_device(named: str, old: str | None) -> str | None:
+    """Return the backend to measure as a third device, which `--cpu` named until lately."""
+    if old is None:
+        return named if named != NO_THIRD else None
+    if named not in (NO_THIRD, old):
+        raise UserError(
+            f"--measure-cpu {named} and --cpu {old}, its old name, disagree: leave out --cpu"
+        )
+    from hetero.terminal.notices import notify
+
+    notify(
+        "hetero profile --cpu is now called --measure-cpu (elsewhere --cpu names what may take "
+        "rows); the next release does not read it"
+    )
+    return old if old != NO_THIRD else None
 
 
 def _refuse_to_measure(option: str, others: Mapping[str, object]) -> None:

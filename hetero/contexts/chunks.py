@@ -64,6 +64,16 @@ class Chunk:
         return self.codes is not None or self.place is not None
 
     @property
+    def readable_bits(self) -> int:
+        """Return the bits to read from the disk: what is there, or fewer where it may have fewer.
+
+        Floats (16 bits and more) are read as they are.
+        """
+        assert self.place is not None
+        floats = max(self.place.bits, self.bits) > 8
+        return self.place.bits if floats else min(self.place.bits, self.bits)
+
+    @property
     def dirty(self) -> bool:
         """Return whether its keys and values are only in memory."""
         return self.codes is not None and self.place is None

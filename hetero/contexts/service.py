@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -47,6 +48,7 @@ from hetero.contexts.measured import (
 )
 from hetero.contexts.prompt_times import predict_prompts
 from hetero.contexts.ratios import Rule
+from hetero.contexts.read_ahead import ReadAhead
 from hetero.contexts.service_lock import WAIT_S, ServiceLock
 from hetero.contexts.slot_pool import Slot, SlotPool
 from hetero.contexts.snapshots import StatefulWorkingSet
@@ -79,6 +81,7 @@ class Service(Closing):
     The folder is encrypted with `encryption_key`: 32 bytes, or a file that has them (default:
     HETERO_ENCRYPTION_KEY of the environment, if set). It is then needed to open the folder again.
 
+    Between two calls chunks of the contexts used last are read into that memory (`read_ahead`).
     `eviction`, `swap` and `recompute` are for comparisons (`bench/lab/managers.py`).
 
     One call runs at a time; calls of other threads wait up to `wait_s` seconds. With `parallel`
@@ -102,6 +105,7 @@ class Service(Closing):
         eviction: Policy = "lctru",
         swap: When = "ahead",
         recompute: bool = True,
+        read_ahead: bool = True,
         wait_s: float = WAIT_S,
         parallel: int = 1,
         encryption_key: str | os.PathLike[str] | bytes | None = None,
@@ -145,6 +149,11 @@ class Service(Closing):
             slots = SlotPool(first, lambda: slot(self.llm.new_context()), parallel)
             self._slots = opened(closing(slots))
             self._apps: dict[str, App] = {}
+            self.ahead: ReadAhead | None = None
+            if read_ahead:
+                cached = partial(map, attrgetter("working.cached_time"), self._slots)
+                ahead = ReadAhead(self.memory, codec, self._files, self.swap, cached)
+                self.ahead = self._lock.idle_work = opened(closing(ahead))
         except BaseException:
             self.close()
             raise

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Final
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Final, Protocol
 
 from hetero.backends.host import forks
 from hetero.backends.host.signals import let_handlers_run
@@ -16,11 +16,18 @@ WAIT_S: Final = 600.0  # for the calls of other threads
 _POLL_S: Final = 0.1  # how often signals are polled meanwhile
 
 
+class IdleWork(Protocol):
+    """Work of another thread between calls."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Stop it inside the block."""
+
+
 class ServiceLock:
     """The lock that every call takes.
 
     Other threads wait, for `wait_s` at most; the same thread is refused, or with `joins` its
-    overlapping calls share the lock.
+    overlapping calls share the lock. `idle_work` is paused while it is taken.
 
     Raises `UserError` there, when the service is closed, and in a child that was forked from its
     process, whose threads are not in the child.
@@ -30,6 +37,7 @@ class ServiceLock:
         self.wait_s = wait_s
         self._joins, self._calls = joins, 0
         self.lost = False
+        self.idle_work: IdleWork | None = None
         self._closed = False
         self._lock = threading.Lock()
         self._owner: int | None = None
@@ -51,7 +59,8 @@ class ServiceLock:
         try:
             self.check()
             self._owner = threading.get_ident()
-            yield
+            with nullcontext() if self.idle_work is None else self.idle_work.paused():
+                yield
         finally:
             self._calls -= 1
             if not self._calls:

@@ -104,6 +104,11 @@ class SwapOut:
             self._wait(lambda limit_s: self._idle.wait_for(lambda: not self._open, limit_s))
         self._check()
 
+    def is_written(self, limit_s: float) -> bool:
+        """Return whether all jobs have ended within that time; raises nothing of theirs."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._open, limit_s)
+
     def close(self) -> None:
         """Finish all jobs and end the thread; idempotent. Raises `UserError` if it stalls."""
         self._jobs.put(None)

@@ -179,6 +179,7 @@ class WorkingSet:
         self._active, self._memory, self._codec, self._swap = active, memory, codec, swap
         self._files = files
         self._root = b""  # of the text that is in the cache
+        self.cached_time = 0  # the logical time of the call that left it there, if all of it is
         # Tokens whose keys and values there came from codes: encoded again they would drift.
         self._lossy = np.zeros(active.cache.layout.capacity, np.bool_)
         self._reading: Future[None] | None = None
@@ -227,6 +228,7 @@ class WorkingSet:
 
     def forget(self) -> None:
         """Empty the cache."""
+        self.cached_time = 0
         with suppress(LoadError):
             self._join_reader()
         self._root = b""
@@ -268,6 +270,7 @@ class WorkingSet:
             text.chunks = self._memory.table.refer(text.app, text.root, cached, bits)
             for chunk in text.chunks:
                 chunk.used = self._times.last
+            self.cached_time = self._times.last
             if active.score_stats is not None and not shifted:
                 active.score_stats.give(text.chunks)
         text.tokens = list(active.tokens)
@@ -296,6 +299,7 @@ class WorkingSet:
 
     def _enter(self, text: CachedText, tokens: Sequence[int], chunks: Sequence[Chunk]) -> Switch:
         start_s = time.perf_counter()
+        self.cached_time = 0
         self._join_reader()
         if self._active.score_stats is not None:
             self._active.score_stats.reset()
@@ -353,9 +357,8 @@ class WorkingSet:
         absent = [(x, x.place) for x in chunks if x.codes is None and x.place is not None]
         self._memory.free(sum(self._codec.nbytes(len(x.tokens), y.bits) for x, y in absent))
         claimed = {}
-        for chunk, place in absent:
-            floats = max(place.bits, chunk.bits) > 8
-            bits = place.bits if floats else min(place.bits, chunk.bits)
+        for chunk, _ in absent:
+            bits = chunk.readable_bits
             if not self._memory.claim(self._codec.nbytes(len(chunk.tokens), bits)):
                 break
             claimed[chunk] = self._codec.empty(len(chunk.tokens), bits)

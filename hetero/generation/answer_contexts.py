@@ -20,7 +20,7 @@ from hetero.runtime.kv.context import Context, check_shift
 from hetero.runtime.sizes import LONGEST_VERIFIED
 
 if TYPE_CHECKING:
-    from hetero.generation.draft_model import DraftModel
+    from hetero.generation.drafts import Draft
 
 
 class OpenModel(Protocol):
@@ -43,7 +43,7 @@ class AnswerContexts:
         model: LoadedModel,
         own: OwnContexts,
         opened: OpenModel,
-        draft: DraftModel | None = None,
+        draft: Draft | None = None,
     ) -> None:
         self._engine, self._model, self._own = engine, model, own
         self._opened, self._draft = opened, draft

@@ -50,7 +50,8 @@ class Stats:
     `npu_idle_share` the part of the prompt's time in which the NPU had nothing to do, where both
     devices work; `prefill_mode` how its matmuls are cut and its calls ordered, and what was
     predicted of the other ways, where it has several.
-    `adaptations` are the changes of the cuts since the model was opened, with their reasons.
+    `adaptations` are the changes of cuts, and of a device chosen alone, since the model was opened,
+    with their reasons.
     `choice` is why `--device auto` chose what it did; empty otherwise.
     `shifted_tokens` are those that a full context forgot, with `context_shift`. `parts` are those
     of the text on other devices: several where the model moved (`wait_for_plan`), or one failed.

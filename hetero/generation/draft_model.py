@@ -5,26 +5,79 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
 
 from hetero.backends.host.closing import Closing
-from hetero.backends.registry import EVERY_CORE
-from hetero.errors import ModelError, UserError
+from hetero.errors import ModelError
 from hetero.generation.draft_length import RECENT
 from hetero.generation.loading import LoadOptions, ModelLoader
 from hetero.generation.speculative import Drafter, Guess
 from hetero.models import LoadedModel
-from hetero.placement.device_set import DeviceMode
 from hetero.runtime.engine import Engine
 from hetero.runtime.kv.context import Context, Hold
 from hetero.runtime.sizes import LONGEST_VERIFIED
 
 LEAST_PROBABILITY: Final = 0.5  # of a guess, by the draft model: those behind are not worth it
 FIRST_GUESS_S: Final = 1e-6  # until a guess was timed: it costs something, but is worth trying
+
+
+class TimedDrafter(Drafter):
+    """Guesses of a model for one answer, timed.
+
+    `guessed` returns tokens that may follow a text, and how many steps they took beyond its own;
+    `ended` is called once, when the answer ends.
+    """
+
+    def __init__(
+        self,
+        guessed: Callable[[Sequence[int], int], tuple[list[int], int]],
+        ended: Callable[[], object],
+    ) -> None:
+        self._guessed, self._ended = guessed, ended
+        self._times: deque[float] = deque(maxlen=RECENT)
+        self._computed = 0  # tokens of the text at the last guess
+        self.guess_s = FIRST_GUESS_S
+
+    def guess(self, text: Sequence[int], most: int) -> Guess:
+        """Return the likeliest tokens, up to the first that is not likely."""
+        before_s = time.perf_counter()
+        tokens, steps = self._guessed(text, most)
+        if self._computed and len(text) - self._computed <= LONGEST_VERIFIED:
+            self._times.append((time.perf_counter() - before_s) / (steps + 1))
+            self.guess_s = statistics.median(self._times)
+        self._computed = len(text)
+        return Guess(tokens)
+
+    def close(self) -> None:
+        """Release what the answer used, for others."""
+        self._ended()
+
+
+def likeliest(
+    engine: Engine, context: Context, missing: Sequence[int], most: int, vocabulary: int
+) -> tuple[list[int], int]:
+    """Append tokens to a context; return the likeliest ones behind them, and the further steps.
+
+    They end before the first that is not likely.
+    """
+    tokens: list[int] = []
+    if len(missing) <= LONGEST_VERIFIED:
+        logits = engine.verify(context, missing)[-1]
+    else:
+        logits = engine.prefill(context, missing)
+    while True:
+        token = int(np.argmax(logits[:vocabulary]))
+        if LEAST_PROBABILITY * float(np.exp(logits - logits[token]).sum()) > 1:
+            break
+        tokens.append(token)
+        if len(tokens) == most:
+            break
+        logits = engine.decode(context, token)
+    return tokens, len(tokens) - (len(tokens) == most)
 
 
 class DraftModel(Closing):
@@ -42,109 +95,33 @@ class DraftModel(Closing):
         self._engine, self._own = loader.load()
         self._model = loader.model
 
-    def drafter(self, text: Sequence[int]) -> Drafter:
+    def drafter(self, _context: Context, text: Sequence[int]) -> Drafter:
         """Return what guesses on from a text, with a context that shares most of its beginning."""
-        return _ModelDrafter(self, *self._own.take(text[:-1], reuse=True))
+        context, hold = self._own.take(text[:-1], reuse=True)
+        return TimedDrafter(partial(self.guess, context), partial(self.end, hold))
 
     def guess(self, context: Context, text: Sequence[int], most: int) -> tuple[list[int], int]:
         """Return tokens that may follow a text, and how many steps they took beyond its own."""
         engine = self._engine
-        tokens: list[int] = []
         if len(text) + most > engine.max_seq_len:
-            return tokens, 0
+            return [], 0
         engine.lock.check()
         with engine.lock:
             context.rewind(context.shared(text[:-1]))
             context.rewind(context.cached)  # states may have lost what it would go on from
-            missing = text[context.cached :]
-            if len(missing) <= LONGEST_VERIFIED:
-                logits = engine.verify(context, missing)[-1]
-            else:
-                logits = engine.prefill(context, missing)
-            while True:
-                token = int(np.argmax(logits[: self._vocabulary]))
-                if LEAST_PROBABILITY * float(np.exp(logits - logits[token]).sum()) > 1:
-                    break
-                tokens.append(token)
-                if len(tokens) == most:
-                    break
-                logits = engine.decode(context, token)
-        return tokens, len(tokens) - (len(tokens) == most)
+            return likeliest(engine, context, text[context.cached :], most, self._vocabulary)
 
     def end(self, hold: Hold) -> None:
         """End the use of a context."""
-        hold.active = False
-        self._own.end()
+        if hold.active:
+            hold.active = False
+            self._own.end()
 
     def close(self) -> None:
         """Free its devices; idempotent."""
         with self._engine.lock:
             self._engine.close()
         self._model.weights.close()
-
-
-def open_draft(
-    path: str | None,
-    device: DeviceMode,
-    target: ModelLoader,
-    options: LoadOptions,
-    engine: Engine,
-) -> DraftModel | None:
-    """Open a draft model for an open one, with those of its options that suit both.
-
-    Where it fails the open model's engine is closed. Raises `UserError` for a memory budget, which
-    is one model's.
-    """
-    if path is None:
-        return None
-    every = EVERY_CORE in map(target.devices.name, target.devices.devices)
-    own = replace(
-        options,
-        device=device,
-        gpu=EVERY_CORE if every and device in ("auto", "gpu") else options.gpu,
-        plan=None,
-        experts=None,
-        strategy=None,
-        weights=None,
-        prompt_lengths=(),
-        first_prompt=None,
-        max_seq_len=target.max_seq_len,
-    )
-    try:
-        if options.memory_budget is not None:
-            raise UserError(
-                "memory_budget bounds one model, and a draft model takes memory too: leave one out"
-            )
-        return DraftModel(path, target.model, own)
-    except BaseException:
-        engine.close()
-        target.model.weights.close()
-        raise
-
-
-class _ModelDrafter(Drafter):
-    """Guesses of a draft model for one answer."""
-
-    def __init__(self, draft: DraftModel, context: Context, hold: Hold) -> None:
-        self._draft, self._context, self._hold = draft, context, hold
-        self._times: deque[float] = deque(maxlen=RECENT)
-        self._computed = 0  # tokens of the text at the last guess
-        self.guess_s = FIRST_GUESS_S
-
-    def guess(self, text: Sequence[int], most: int) -> Guess:
-        """Return the likeliest tokens, up to the first that is not likely."""
-        before_s = time.perf_counter()
-        tokens, steps = self._draft.guess(self._context, text, most)
-        if self._computed and len(text) - self._computed <= LONGEST_VERIFIED:
-            self._times.append((time.perf_counter() - before_s) / (steps + 1))
-            self.guess_s = statistics.median(self._times)
-        self._computed = len(text)
-        return Guess(tokens)
-
-    def close(self) -> None:
-        """Release the context for other answers."""
-        if self._hold.active:
-            self._draft.end(self._hold)
 
 
 def check_vocabulary(draft: LoadedModel, target: LoadedModel) -> None:

@@ -1,4 +1,4 @@
-"""Opens a model so that its first text comes at once: on the NPU, while the rest is prepared."""
+"""Opens a model so that its first text comes at once, and moves it to other devices later."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import DEFAULT_CACHE, CacheFormat
@@ -16,13 +16,17 @@ from hetero.errors import UserError, one_sentence
 from hetero.generation.late_plan import LatePlan
 from hetero.generation.loading import LoadOptions, ModelLoader
 from hetero.generation.own_contexts import OwnContexts
+from hetero.generation.second_device import SecondDevice
 from hetero.placement import decisions
 from hetero.placement.choice import Choice, PlacementRequest
 from hetero.placement.choosing import choose
 from hetero.placement.device_set import DRIVEN, DeviceSet, control_core
+from hetero.placement.device_times import DeviceTimes
+from hetero.placement.phase_choice import PhaseChoice
 from hetero.runtime.engine import Engine
 from hetero.runtime.executor import nothing
 from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.plan import PHASES
 
 EARLY_NPU: Final = "ort-cpu"  # which compiles nothing
 EARLY: Final = (
@@ -35,13 +39,15 @@ class EarlyLoader(ModelLoader):
     """A `ModelLoader` that does not wait for kernels to be compiled, unless `wait_for_plan`.
 
     A model that was not opened with these options here before is opened on the NPU alone, where
-    that computes it; `late` then moves it to the devices of its plan. `choice`, `devices` and
-    `plan` change with it, and `moved` is called.
+    that computes it; `late` then moves it to the devices of its plan. Where `auto` took one device
+    alone, which is not this processor, `second` tries another one if it is slower than predicted.
+    `choice`, `devices` and `plan` change with each move, and `moved` is called.
     """
 
     def __init__(self, model: str, options: LoadOptions) -> None:
         super().__init__(model, options)
         self.late: LatePlan | None = None
+        self.second: SecondDevice | None = None
         self.moved: Callable[[], object] = nothing
 
     def load(self) -> tuple[Engine, OwnContexts]:
@@ -57,7 +63,19 @@ class EarlyLoader(ModelLoader):
         opened = self._on_devices()
         self.choice = replace(self.choice, reason=self.choice.reason + waits)
         decisions.note_prepared(key)
+        self._watch(opened[0], key)
         return opened
+
+    @property
+    def moves(self) -> bool:
+        """Return whether the model may move to other devices."""
+        return self.late is not None or self.second is not None
+
+    def close(self) -> None:
+        """End what would move the model; idempotent."""
+        for mover in (self.second, self.late):
+            if mover is not None:
+                mover.close()
 
     def _prepared_key(self) -> str:
         """Return the key of starts that need the same kernels (`decisions.is_prepared`)."""
@@ -95,15 +113,47 @@ class EarlyLoader(ModelLoader):
         except BaseException:
             self.devices.close()
             raise
-        options = {x.name: getattr(self._options, x.name) for x in fields(self._options)}
-        question = {"model": os.fspath(self._path), "options": options | {"progress": None}}
-        self.late = LatePlan(
-            engine,
-            question,
-            partial(choose, self._spec, request),
-            partial(self._move, engine, key),
-        )
+        choosing = partial(choose, self._spec, request)
+        self.late = LatePlan(engine, self._question(), choosing, partial(self._begin, engine, key))
         return engine, own
+
+    def _question(self, **changes: object) -> dict[str, object]:
+        """Return the model and its options, for a child process."""
+        options = {x.name: getattr(self._options, x.name) for x in fields(self._options)}
+        return {"model": os.fspath(self._path), "options": options | {"progress": None} | changes}
+
+    def _begin(self, engine: Engine, key: str, choice: Choice) -> None:
+        """Move the engine to what was chosen, and watch that."""
+        self._move(engine, key, choice)
+        self._watch(engine, key)
+
+    def _watch(self, engine: Engine, key: str) -> None:
+        """Try another device later, if this one turns out slower than predicted.
+
+        On this processor that would mostly say that all is slower.
+        """
+        devices, alone = list(self.devices.devices.values()), self.choice.alone
+        named = not self._options.adapt or self.devices.numbers != "measured"
+        if named or len(alone) < 2 or len(devices) > 1 or devices[0].on_host:
+            return
+        if self.devices.name(_kind(alone[0])) is None:  # another one, for it could not be opened
+            return
+        before = self.choice
+
+        def prepare() -> LatePlan:
+            choice, name = _other(before, watch), _kind(alone[1])
+            named = {"device": name, "gpu": choice.gpu or self._options.gpu}
+            question = self._question(**named, profile=None, experts=None)
+            return LatePlan(engine, question, lambda: choice, moved, here=_kind(alone[0]))
+
+        def moved(choice: Choice) -> None:
+            self._move(engine, key, choice)
+            watch.moved()
+
+        def back() -> None:
+            self._move(engine, key, before)
+
+        self.second = watch = SecondDevice(engine, *alone, prepare=prepare, back=back)
 
     def _move(self, engine: Engine, key: str, choice: Choice) -> None:
         """Move the engine to the chosen devices; for the thread that has its lock."""
@@ -122,6 +172,33 @@ class EarlyLoader(ModelLoader):
             list(engine.prompt_calls(context, tokens))
         decisions.note_prepared(key)
         self.moved()
+
+
+def _kind(times: DeviceTimes) -> Literal["gpu", "npu"]:
+    """Return the kind of a single device."""
+    return "npu" if times.device_set == "npu" else "gpu"
+
+
+def _other(choice: Choice, watch: SecondDevice) -> Choice:
+    """Return the next best device alone, compared with what was measured of the chosen one."""
+    first, second = watch.first, watch.second.times
+    phases = tuple(
+        PhaseChoice(
+            phase,
+            second.device_set,
+            second.of_phase(phase),
+            first.times.device_set,
+            first.times.of_phase(phase) * first.factor(phase),
+        )
+        for phase in PHASES
+    )
+    return replace(
+        choice,
+        mode=_kind(second),
+        gpu=EVERY_CORE if second.device_set == EVERY_CORE else None,
+        reason=f"{second.device_set} alone, because {watch.why}; before: {choice.reason}",
+        phases=phases,
+    )
 
 
 class _Noted(Protocol):

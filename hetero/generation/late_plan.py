@@ -17,6 +17,7 @@ from hetero.backends.host.affinity import unpinned
 from hetero.backends.host.background import Background
 from hetero.backends.host.child import child_command
 from hetero.backends.host.time_limits import time_limit
+from hetero.backends.protocol import DeviceKind
 from hetero.errors import FallbackWarning, UserError, one_sentence
 from hetero.placement.choice import Choice
 from hetero.placement.timing_lock import wait_while_timed
@@ -26,7 +27,6 @@ from hetero.runtime.executor import nothing
 PREPARING_S: Final = 900.0  # of the child: self-tests, scaling, kernels, packing
 TIMED_S: Final = 5.0  # for which a step waits at most while the machine is timed
 END_S: Final = 5.0  # for the thread to see that its child was ended
-STAYS: Final = "going on with npu alone because"
 
 
 class PreparationError(Exception):
@@ -45,9 +45,9 @@ class LatePlan:
     engine's: the thread that has the engine's lock waits there while the child times the machine,
     and moves the engine when all is prepared. So a step's thread owns the devices.
 
-    What fails leaves the model where it is, with one `FallbackWarning`; `Deployment.fallback` says
-    why. A move that is interrupted is made again before the next step. `close` ends child and
-    thread; a process that ends otherwise takes the child with it.
+    What fails leaves the model on its device, `here`, with one `FallbackWarning`;
+    `Deployment.fallback` says why. A move that is interrupted is made again before the next step.
+    `close` ends child and thread; a process that ends otherwise takes the child with it.
     """
 
     def __init__(
@@ -56,7 +56,9 @@ class LatePlan:
         question: Mapping[str, Any],
         choose: Callable[[], Choice],
         move: Callable[[Choice], None],
+        here: DeviceKind = "npu",
     ) -> None:
+        self._here = here
         self._engine, self._question, self._choose, self._move = engine, question, choose, move
         self._process: subprocess.Popen[str] | None = None
         self._closed = False
@@ -92,8 +94,9 @@ class LatePlan:
         return ended
 
     def _stay(self, error: BaseException) -> None:
-        """Say that the model stays on the NPU, and why."""
-        fallback = f"{STAYS} {one_sentence(str(error) or type(error).__name__)}"
+        """Say that the model stays on its device, and why."""
+        why = one_sentence(str(error) or type(error).__name__)
+        fallback = f"going on with {self._here} alone because {why}"
         self._engine.deployment.fallback = fallback
         warnings.warn(fallback, FallbackWarning, stacklevel=3)
 

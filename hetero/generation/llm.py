@@ -26,7 +26,7 @@ from hetero.backends.host.gc_pause import gc_paused
 from hetero.errors import ModelError, UserError
 from hetero.generation.answer_contexts import AnswerContexts
 from hetero.generation.conversation import Conversation
-from hetero.generation.draft_model import open_draft
+from hetero.generation.drafts import check_draft, open_draft
 from hetero.generation.early_loading import EarlyLoader, note_opened
 from hetero.generation.loading import LoadOptions
 from hetero.generation.loop import Generation, GenerationResult
@@ -74,10 +74,10 @@ class LLM(Closing):
     cached: f16 (the default), half the bytes of f32; q8, codes of 8 bits, half of that; or f32, the
     default of an NPU alone that reads no others. Layers with a sliding window keep the keys and
     values that it reaches; with `whole_caches` all, so that a context can be cut anywhere and is
-    not computed again. `draft_model`, a smaller model of the same vocabulary on a `draft_device`,
-    guesses tokens ahead (`speculative`). A first start compiles kernels for seconds:
-    `wait_for_plan` off answers on the NPU alone meanwhile, and moves to the plan's devices between
-    two steps.
+    not computed again. `draft_model` guesses tokens ahead (`speculative`): a smaller model of the
+    same vocabulary on a `draft_device`, or `mtp`, the model's own head for it. A first start
+    compiles kernels for seconds: `wait_for_plan` off answers on the NPU alone meanwhile, and moves
+    to the plan's devices between two steps.
 
     A prompt is answered on a context: one of `new_context`, which the prompt goes on from, or the
     model's own (`context`), from the start unless `reuse`. While a stream uses that, further calls
@@ -123,11 +123,11 @@ class LLM(Closing):
             progress=progress, wait_for_plan=wait_for_plan or draft_model is not None,
         )  # fmt: skip
         self._opened = loader = EarlyLoader(model, options)
+        check_draft(draft_model, draft_device, loader.model, options)
         self._engine, self._own = loader.load()
-        self._loaded: LoadedModel = loader.model
-        self.kv, self.max_seq_len = loader.kv, loader.max_seq_len
+        self._loaded, self.kv, self.max_seq_len = loader.model, loader.kv, loader.max_seq_len
         self.choice, self.devices, self.plan = loader.choice, loader.devices, loader.plan
-        if loader.late is not None:  # else nothing of a closed model waits for the collector
+        if loader.moves:  # else nothing of a closed model waits for the collector
             loader.moved = partial(note_opened, loader, self)
         self.draft = open_draft(draft_model, draft_device, loader, options, self._engine)
         self._answers = AnswerContexts(self._engine, self._loaded, self._own, loader, self.draft)
@@ -329,8 +329,7 @@ class LLM(Closing):
 
         Later calls, and streams that are unfinished, raise `DeviceLostError`.
         """
-        if self._opened.late is not None:
-            self._opened.late.close()
+        self._opened.close()
         with self._engine.lock:
             self._engine.close()
         self._loaded.weights.close()

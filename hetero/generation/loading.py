@@ -221,9 +221,12 @@ class ModelLoader:
         return profile, bundle.load_solver(self.model.spec(CacheFormat.F32), profile, plan)
 
     def _count(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        """Return the length of a prompt that will be asked, as far as the context holds it."""
+        """Return about the length of a prompt that will be asked, as far as the context holds it.
+
+        It is the next power of two, so that a cached decision serves prompts of similar lengths.
+        """
         tokens = self.model.encode(prompt) if isinstance(prompt, str) else prompt
-        return (max(min(len(tokens), self.max_seq_len), 1),)
+        return (min(1 << max(len(tokens) - 1, 0).bit_length(), self.max_seq_len),)
 
     def _weight_budget(self) -> int | None:
         """Return the bytes of a memory budget that are left for weights."""

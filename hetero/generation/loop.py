@@ -90,7 +90,7 @@ class Generation(Iterator[Delta], Closing):
     `logprobs` (how many alternatives) every token's log-probability is kept; with `echo` the prompt
     is part of the text, and of the log-probabilities. With `keeps_prompt`, which is set before the
     first step, the context is not released before `close`, and `fork` gives further answers.
-    `drafts` returns what guesses tokens of a text, where they are guessed (`config.speculative`).
+    `drafts` returns what guesses tokens of a context's text, with `config.speculative`.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Generation(Iterator[Delta], Closing):
         fallback: str = "",
         choice: str = "",
         clock: TimeSource = time.perf_counter,
-        drafts: Callable[[Sequence[int]], Drafter] = look_up,
+        drafts: Callable[[Context, Sequence[int]], Drafter] = look_up,
     ) -> None:
         self.context, self._hold, self._ended = context, hold, ended
         self._engine, self._model, self._config = engine, model, config
@@ -307,7 +307,7 @@ class Generation(Iterator[Delta], Closing):
             if self._config.speculative:
                 self._guesses = SpeculativeDecoder(
                     self._engine, self.context, self._seen, self._config.speculative,
-                    self._drafts(self._seen), self._clock,
+                    self._drafts(self.context, self._seen), self._clock,
                 )  # fmt: skip
             self._meter.start()
         logits = self._reader.step(keeps=self.keeps_prompt)

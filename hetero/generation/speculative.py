@@ -86,7 +86,7 @@ class LookupDrafter(Drafter):
         """Release nothing: an index is its answer's own."""
 
 
-def look_up(_text: Sequence[int]) -> Drafter:
+def look_up(_context: Context, _text: Sequence[int]) -> Drafter:
     """Return what guesses from a text itself."""
     return LookupDrafter()
 
@@ -183,4 +183,8 @@ class SpeculativeDecoder:
             most = length.best_or_probe(0, most, drafter.guess_s)
         self._guess, self._right = drafter.guess(self._history, most) if most else Guess(), 0
         tokens = self._guess.tokens
-        return tokens if drafter.guess_s else tokens[: length.best(self._guess.kind, len(tokens))]
+        if not drafter.guess_s:
+            return tokens[: length.best(self._guess.kind, len(tokens))]
+        if most and not tokens:  # as dear as one that is wrong
+            length.saw(self._guess.kind, right=False)
+        return tokens

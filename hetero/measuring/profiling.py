@@ -142,7 +142,7 @@ class Backends(NamedTuple):
             return opened
         opened.close()
         why = opened.fallback.partition(" because ")[2] or "a third device is besides both others"
-        raise UserError(f"--cpu {self.cpu}: {why}")
+        raise UserError(f"--measure-cpu {self.cpu}: {why}")
 
 
 def _measure(

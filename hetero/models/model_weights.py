@@ -116,8 +116,8 @@ class ModelWeights(ABC):
             return
         self.mtp, head.trunk = head, self
         notify_once(
-            f"{self.source}: its head for multi-token prediction ({size / 2**20:.1f} MiB) stays in "
-            "the file, since nothing here guesses tokens with it yet"
+            f"{self.source}: has a head for multi-token prediction ({size / 2**20:.1f} MiB), which "
+            "guesses tokens ahead with --draft-model mtp, and else stays in the file"
         )
 
     def outliers(self) -> dict[str, Outliers]:
@@ -153,10 +153,10 @@ class ModelWeights(ABC):
 
     def outer_matrix(self, name: str) -> PackedWeight:
         """Return a matrix of `layout.embedding_matrices`."""
-        if self.trunk is not None and name in ("embed", "lm_head"):
-            return self.trunk.outer_matrix(name)
         if name not in self._outer:
-            self._outer[name] = self._load_matrix(name)
+            shared = self.trunk is not None and name in ("embed", "lm_head")
+            source = self.trunk.outer_matrix if self.trunk and shared else self._load_matrix
+            self._outer[name] = source(name)
         return self._outer[name]
 
     def table(self, name: str) -> RowTable:

@@ -19,7 +19,8 @@ from hetero.backends.formats import GROUP_SIZE, INT8_STATIC, StorageFormat, Weig
 from hetero.backends.frequency_scaling import RopeScaling
 from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight
 from hetero.errors import ModelError
-from hetero.models.config import ModelConfig
+from hetero.models.architectures import ARCHITECTURES
+from hetero.models.config import ModelConfig, mtp_head
 from hetero.models.expert_config import ExpertConfig
 from hetero.models.layout import block_matrices, embedding_matrices, model_vectors
 from hetero.models.model_weights import BlockWeights, ModelWeights
@@ -219,6 +220,9 @@ class RandomWeights(ModelWeights):
         self.seed = seed
         bits = np.random.SFC64(np.random.SeedSequence([seed, GENERATOR_VERSION]))
         self._pool: npt.NDArray[np.uint64] = bits.random_raw(_POOL_WORDS)
+        if ARCHITECTURES[config.architecture].mtp and not config.mtp:
+            head = RandomWeights(mtp_head(config), weight_format, seed + 1)
+            self.mtp, head.trunk = head, self
 
     def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks; the final norm's weight is 1 (`logit_scale`)."""

@@ -14,6 +14,29 @@ Ids: TypeAlias = npt.NDArray[np.integer[Any]]
 RowTable: TypeAlias = Callable[[Ids], Float32Array]  # of rows [m] to their values [m, k]
 
 
+class GivenRows:
+    """A table of rows that are given before each look-up, in order, whatever is looked up.
+
+    Without any left the rows are zeros.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._rows: Float32Array = np.zeros((0, width), np.float32)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def give(self, rows: Float32Array) -> None:
+        """Set the rows that are left."""
+        self._rows = rows
+
+    def __call__(self, ids: Ids) -> Float32Array:
+        """Take as many rows as there are ids."""
+        rows, self._rows = self._rows[: len(ids)], self._rows[len(ids) :]
+        lacking = len(ids) - len(rows)
+        return np.pad(rows, ((0, lacking), (0, 0))) if lacking else rows
+
+
 def packed_rows(weight: PackedWeight) -> RowTable:
     """Return the rows of a packed weight."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -28,12 +29,15 @@ from hetero.placement.comparing import (
     PromptMix,
     compare,
     fastest,
+    times_alone,
     total_s,
 )
 from hetero.placement.device_set import DRIVEN
+from hetero.placement.device_times import DeviceTimes
 from hetero.placement.first_start import scaled_here
 from hetero.placement.phase_choice import TENSOR_LEVEL, described
 from hetero.placement.planning import ProfileLike, locate_profile
+from hetero.placement.where_fastest import error_of
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
@@ -47,11 +51,13 @@ from hetero.solver.decode_bands import LONGEST, cache_bytes
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.non_matmul_devices import of_the_gpu
 from hetero.solver.placement import Placement
-from hetero.solver.plan import Phase
+from hetero.solver.plan import PHASES, Phase
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver, prepare_solver, spread_lengths
+from hetero.solver.prepared_three import PreparedThree
 from hetero.solver.report.units import duration
 from hetero.solver.request import MAX_LENGTHS_AUTO, PlanRequest
+from hetero.solver.sizing import planner_for
 from hetero.solver.strategy_plans import strategy_plan
 from hetero.solver.weight_memory import limits_of
 
@@ -140,7 +146,9 @@ def _with_third(
         return choice
     gain = both_s.prompts_s / all_s.prompts_s
     reason = f"{choice.reason}; prompts with rows on the cpu, {gain:.2f} x both devices"
-    return replace(choice, third=three, cpu=name, reason=reason)
+    planner, _ = planner_for(spec, profile, third_request)
+    solver = PreparedThree(planner, three)
+    return replace(choice, third=solver.plan, third_solver=solver, cpu=name, reason=reason)
 
 
 def seconds_of(plan: ExecutionPlan) -> PhaseSeconds:
@@ -235,7 +243,37 @@ def _fastest(planner: Planner, solver: PreparedSolver, request: PlacementRequest
         solver=both,
         seconds=totals,
         phases=phases,
+        alone=() if both is not None else _alone(planner, solver, request, alone, sets, cores),
     )
+
+
+def _alone(
+    planner: Planner,
+    solver: PreparedSolver,
+    request: PlacementRequest,
+    alone: Mapping[str, PhaseSeconds],
+    sets: DeviceSets,
+    cores: int,
+) -> tuple[DeviceTimes, ...]:
+    """Return the times of the single device that was chosen, and of the next best one.
+
+    None where there is no other, or all cores of this processor compute: nothing would be compared.
+    """
+    others = {name: x.total_s for name, x in alone.items() if name != sets.prompts}
+    if not others or sets.prompts == EVERY_CORE:
+        return ()
+    longest = _longest_context(planner.spec, request)
+    listed = [m for m in _lengths(planner.profile, request) if m < longest]
+    few = listed[:: -(-len(listed) // MAX_LENGTHS_AUTO) or 1]
+    lengths = (*few, max(longest - ANSWER_TOKENS, 1))
+
+    def times(name: str) -> DeviceTimes:
+        kind: DeviceKind = "npu" if name == "npu" else "gpu"
+        errors = [error_of(planner.profile, kind, x, planner.spec) or 0.0 for x in PHASES]
+        known, worst = alone[name], max(errors)
+        return times_alone(planner, solver, name, known, lengths, cores=cores, error=worst)
+
+    return times(sets.prompts), times(min(others, key=others.__getitem__))
 
 
 def _longest_context(spec: ModelGraph, request: PlacementRequest) -> int:

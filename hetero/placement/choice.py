@@ -12,6 +12,7 @@ from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.backends.qnn import hexagon
 from hetero.backends.registry import split_driver
 from hetero.placement.device_set import DRIVEN, DeviceMode, DeviceSet, backend_name
+from hetero.placement.device_times import DeviceTimes
 from hetero.placement.phase_choice import PhaseChoice
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.names import NamedStrategy
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # half of what a start would import, for answers that are cac
     from hetero.profiler.records import DeviceProfile
     from hetero.solver.expert_shares import Routing
     from hetero.solver.prepared import PreparedSolver
+    from hetero.solver.prepared_three import PreparedThree
 
 NO_CPU: Final = "none"  # no third device
 ONE_CORE: Final = "two devices need two cores"
@@ -36,9 +38,10 @@ class Choice:
     what was chosen and why, also where that is layer level for want of a plan; `notes` are for
     people to see once; `profile` is the one that was asked for; `solver` answers for prompt lengths
     that the plan does not have; `seconds` are what `auto` compared, by name; `cost` is by which.
-    `phases` are what `auto` compared of each phase. `third` is a plan for three devices, which is
-    taken instead of `plan` where `cpu`, the backend of the third, can be opened. The NPU is opened
-    with graphs of `graph_sizes` (empty: with those of its own).
+    `phases` are what `auto` compared of each phase, `alone` the times of a single device that it
+    chose and of the next best one. `third` is a plan for three devices, which is taken instead of
+    `plan` where `cpu`, the backend of the third, can be opened; `third_solver` answers for other
+    lengths of it. The NPU is opened with graphs of `graph_sizes` (empty: with those of its own).
     """
 
     mode: DeviceMode
@@ -52,7 +55,9 @@ class Choice:
     cost: CostModel | None = None
     graph_sizes: tuple[int, ...] = ()
     phases: tuple[PhaseChoice, ...] = ()
+    alone: tuple[DeviceTimes, ...] = ()
     third: ExecutionPlan | None = None
+    third_solver: PreparedThree | None = None
     cpu: str | None = None
 
     def opened(self, devices: DeviceSet) -> Choice:
@@ -72,10 +77,11 @@ class Choice:
         plans = (x for x in (self.third, self.plan) if x is not None)
         return next((x for x in plans if x.devices() <= set(kinds)), None)
 
-    def solver_on(self, kinds: Collection[DeviceKind]) -> PreparedSolver | None:
-        """Return the solver of the plan that runs on these devices; none plans for three."""
-        planned = self.plan_on(kinds)
-        return self.solver if planned is not None and planned is self.plan else None
+    def solver_on(self, kinds: Collection[DeviceKind]) -> PreparedSolver | PreparedThree | None:
+        """Return the solver of the plan that runs on these devices."""
+        if (planned := self.plan_on(kinds)) is None:
+            return None
+        return self.third_solver if planned is self.third else self.solver
 
 
 @dataclass(frozen=True)

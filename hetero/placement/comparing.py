@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from hetero.backends.protocol import DeviceKind
 from hetero.backends.registry import EVERY_CORE
+from hetero.placement.device_times import DeviceTimes
 from hetero.placement.phase_choice import TENSOR_LEVEL, PhaseChoice
 from hetero.solver.handmade import single_device
 from hetero.solver.options import INF
@@ -202,6 +203,31 @@ def predicted(
             return _on_every_core(planner, tokens, cores)
     prompt, decode = solver.prompt(tokens), solver.solution_for(answering(tokens))
     return Seconds(prompt.seconds, len(prompt.calls), decode.seconds)
+
+
+def times_alone(
+    planner: Planner,
+    solver: PreparedSolver,
+    name: str,
+    compared: PhaseSeconds,
+    lengths: Sequence[int],
+    *,
+    cores: int,
+    error: float,
+) -> DeviceTimes:
+    """Return the seconds of one device on prompts of these lengths, and of steps after them.
+
+    `compared` are those of the work that devices were compared by.
+    """
+    parts = ((m, predicted(planner, solver, name, m, cores)) for m in sorted(set(lengths)))
+    known = [(m, part) for m, part in parts if part is not None]
+    return DeviceTimes(
+        name,
+        *compared,
+        prompts=tuple((m, part.prompt_s) for m, part in known),
+        steps=tuple((m + ANSWER_TOKENS // 2, part.decode_s) for m, part in known),
+        error=error,
+    )
 
 
 def answering(tokens: int) -> Scenario:

@@ -27,6 +27,7 @@ from hetero import backends, placement, profiler, runtime, solver
 from hetero.backends.host.files import atomic_write
 from hetero.backends.host.folders import cache_folder
 from hetero.backends.protocol import DeviceKind
+from hetero.placement.device_times import DeviceTimes
 from hetero.placement.first_start import Machine
 from hetero.placement.phase_choice import PhaseChoice
 from hetero.profiler.environment import hetero_version
@@ -41,7 +42,8 @@ DECIDING: Final = (backends, placement, profiler, runtime, solver)
 class Decision:
     """One device alone: its kind and backend, the reason, the notices, and the compared seconds.
 
-    The backend is None for the requested one. `phases` say what each phase takes there.
+    The backend is None for the requested one. `phases` say what each phase takes there, `alone` how
+    long steps of this device and of the next best one take.
     """
 
     mode: DeviceKind
@@ -50,6 +52,7 @@ class Decision:
     notes: tuple[str, ...]
     seconds: Mapping[str, float]
     phases: tuple[PhaseChoice, ...] = ()
+    alone: tuple[DeviceTimes, ...] = ()
 
 
 def folder() -> Path:
@@ -159,6 +162,7 @@ def _content(key: str, decision: Decision) -> dict[str, Any]:
         "notes": list(decision.notes),
         "seconds": dict(decision.seconds),
         "phases": [asdict(x) for x in decision.phases],
+        "alone": [asdict(x) for x in decision.alone],
     }
 
 
@@ -175,6 +179,7 @@ def _read(data: bytes, key: str) -> Decision | None:
     content.pop("code", None)
     content["notes"] = tuple(content["notes"])
     content["phases"] = tuple(PhaseChoice(**x) for x in content["phases"])
+    content["alone"] = tuple(DeviceTimes.of(x) for x in content["alone"])
     return Decision(**content)
 
 

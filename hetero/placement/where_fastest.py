@@ -12,13 +12,15 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, Final
 
-from hetero.backends.ops import Experts
+from hetero.backends.ops import Experts, has_sinks, has_state
 from hetero.backends.protocol import KINDS
+from hetero.placement.three_devices import third_device_note
 from hetero.profiler.fitted_units import ModelWork, unit_s
 from hetero.profiler.model_graph import ModelGraph
+from hetero.profiler.predict import op_name
 from hetero.profiler.records import DeviceProfile, EveryCore, Validation
 from hetero.solver.build import make_plan
-from hetero.solver.decode_bands import LONGEST, STEP, switches
+from hetero.solver.decode_bands import LONGEST, STEP, may_move, switches
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.options import INF
 from hetero.solver.plan import FastestAnswers, FastestDevices, Phase, PredictedRun, Total
@@ -36,7 +38,8 @@ def with_fastest(
 ) -> ExecutionPlan:
     """Return the plan with the fastest devices at the depths that the model's context holds.
 
-    It also says at which depths answers are fastest elsewhere. The NPU has the graphs of the plan
+    It also says at which depths answers are fastest elsewhere, what a third device would give, and
+    where it is not known how sure that is. The NPU has the graphs of the plan
     there: budgets to prepare them were for its own lengths.
     """
     depths = [x for x in DEPTHS if x <= spec.max_position] or [spec.max_position]
@@ -46,7 +49,43 @@ def with_fastest(
     )
     fastest = tuple(fastest_of(spec, profile, depths, request))
     answers = fastest_answers(spec, profile, request)
-    return plan.model_copy(update={"fastest": fastest, "fastest_answers": answers})
+    notes = [*plan.notes, *_certainty_notes(spec, profile)]
+    error = error_of(profile, "cpu", "prefill", spec)
+    if note := third_device_note(plan, spec, profile, request, error):
+        notes.append(note)
+    update = {"fastest": fastest, "fastest_answers": answers, "notes": tuple(notes)}
+    return plan.model_copy(update=update)
+
+
+def _certainty_notes(spec: ModelGraph, profile: DeviceProfile) -> Iterator[str]:
+    """Yield why no probability is given, and why decoding never moves."""
+    if why := not_sure_because(spec, profile):
+        depths = ", and from which depth on it is another," if _has_errors(profile) else ""
+        yield f"how sure the order of the devices is{depths} is not known: {why}"
+    if not may_move(spec):
+        yield (
+            "answers stay on the devices of this plan at any depth: operators of this model "
+            "(states, sinks, routed experts or another layer's caches) are the GPU's"
+        )
+
+
+def not_sure_because(spec: ModelGraph, profile: DeviceProfile) -> str:
+    """Return why a profile's errors say nothing of a model; nothing where they hold for it.
+
+    Fits know no routed experts and no sinks; of a state's operator an error must have been
+    measured.
+    """
+    ops = [node.op for node in spec.nodes]
+    if not _has_errors(profile):
+        return f"profile {profile.name} does not say how well it predicts"
+    if profile.numbers == "fitted":
+        experts = any(isinstance(op, Experts) for op in ops)
+        what = "routed experts" if experts else "sinks of attention"
+        unknown = experts or any(map(has_sinks, ops))
+        return f"profile {profile.name} is fitted to models without {what}" if unknown else ""
+    known = {x.op for x in profile.other_predictors if x.mape}
+    missing = sorted({op_name(op) for op in ops if has_state(op)} - known)
+    return f"profile {profile.name} has no error of {', '.join(missing)}" if missing else ""
 
 
 def fastest_of(
@@ -59,7 +98,7 @@ def fastest_of(
 
     Raises `PlanError` or `ProfileError`.
     """
-    work, checked = ModelWork(spec), _is_checked(spec, profile)
+    work, checked = ModelWork(spec), not not_sure_because(spec, profile)
     for depth in depths:
         asked = replace(request, seq_lens=(depth,), length_weights=(), context=depth)
         fastest = replace(asked, objective="latency", curves=False, explain=False)
@@ -80,7 +119,7 @@ def fastest_answers(
     prediction, and GPU and NPU together where they are faster than one by the margin. Empty for
     models of which the profile's errors do not hold. Raises `PlanError` or `ProfileError`.
     """
-    if not _is_checked(spec, profile):
+    if not_sure_because(spec, profile) and _has_errors(profile):
         return ()
     graphs = replace(request, graph_sizes=None) if request.graph_sizes == "auto" else request
     graphs = replace(graphs, third=False)
@@ -98,9 +137,7 @@ def fastest_answers(
         for kind, solved in alone.items():
             if solved is not None:
                 times[(kind,)] = (solved.seconds, errors[kind])
-        both_s = planner.solve(step).seconds
-        least_s = min((s for s, _ in times.values()), default=INF) * (1 - request.margin)
-        times[BOTH] = (both_s if both_s < least_s else INF, max(errors.values()))
+        times[BOTH] = (planner.solve(step).seconds, max(errors.values()))
         if cores is not None and (gpu := alone.get("gpu")) is not None:
             times[("cpu",)] = (cores.seconds(gpu.seconds, spec.layers), errors["gpu"])
         for unit in units:
@@ -109,13 +146,21 @@ def fastest_answers(
         return times
 
     def needed(before: tuple[str, ...], after: tuple[str, ...], depth: int) -> float:
-        return max(request.margin, runs(depth)[before][1], runs(depth)[after][1])
+        sure = max(request.margin, runs(depth)[before][1], runs(depth)[after][1])
+        if after != BOTH:
+            return sure
+        alone_s = min((seconds(x, depth) for x in (("gpu",), ("npu",)) if x in names), default=INF)
+        return max(sure, 1 - alone_s * (1 - request.margin) / seconds(before, depth))
 
     def seconds(devices: tuple[str, ...], depth: int) -> float:
         return runs(depth)[devices][0]
 
+    def careful_s(devices: tuple[str, ...]) -> float:
+        """Return the seconds at first, with the margin of GPU and NPU together."""
+        return seconds(devices, STEP) / (1 - request.margin if devices == BOTH else 1)
+
     names = list(runs(STEP))
-    first = min(names, key=lambda x: (seconds(x, STEP), len(x)))
+    first = min(names, key=lambda x: (careful_s(x), len(x)))
     longest = min(spec.max_position, LONGEST)
     answers = [FastestAnswers(depth_from=0, devices=first, predicted_s=seconds(first, STEP))]
     for depth, devices in switches(first, names, seconds, needed, longest):
@@ -125,10 +170,8 @@ def fastest_answers(
     return tuple(answers)
 
 
-def _is_checked(spec: ModelGraph, profile: DeviceProfile) -> bool:
-    """Return whether a profile's errors hold for a model: fits know no experts."""
-    routed = any(isinstance(node.op, Experts) for node in spec.nodes)
-    return not (routed and profile.numbers == "fitted")
+def _has_errors(profile: DeviceProfile) -> bool:
+    return any(x.validation for x in profile.predictors)
 
 
 def choose_fastest(phase: Phase, depth: int, runs: Iterable[PredictedRun]) -> FastestDevices:

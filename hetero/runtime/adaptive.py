@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self, TypeAlias
 
 from hetero.backends.host.clock import SystemClock
-from hetero.backends.protocol import KINDS, DeviceKind
+from hetero.backends.protocol import EVERY_KIND, DeviceKind
 from hetero.runtime.program import RUN
 from hetero.runtime.step import Step
 from hetero.solver.execution_plan import ExecutionPlan
@@ -32,7 +32,7 @@ MOVED: Final = 0.1  # factors that changed by less are the same
 
 
 class Solver(PlanSource, Protocol):
-    """An interface to `hetero.solver.prepared.PreparedSolver`.
+    """An interface to `PreparedSolver`, and to `PreparedThree` for three devices.
 
     Every entry of its plans has predicted seconds of each device.
     """
@@ -91,6 +91,7 @@ class Adapter:
         self._first, graph = self.placement, self.placement.graph
         after = frozenset(x.name for x in graph.nodes if x.layer is None)
         self._left_out = {"prefill": graph.sampled_nodes, "decode": after}
+        self._kinds = tuple(x for x in EVERY_KIND if x != "cpu" or x in self._first.plan.devices())
         self._applied: dict[Key, float] = {}
         self._asked: dict[Key, float] = {}  # factors that the solver was last asked with
         self._ratios: dict[Key, deque[float]] = {}
@@ -153,7 +154,7 @@ class Adapter:
         if self._steps - self._changed < self.policy.every:
             return None
         factors = self.factors()
-        if not _moved(self._asked, factors):
+        if not _moved(self._asked, factors, self._kinds):
             return None
         self._asked, self._changed = factors, self._steps
         # Of a phase that one device computes, the other's speed is that of the other phase.
@@ -188,14 +189,12 @@ class Adapter:
             return 0.0
         m = _a_length(self._first.plan, phase)
         before = sum(self._at(op, factors) for op in self.placement.block_entries(phase, m))
-        after = sum(
-            max(op.gpu_s or 0.0, op.npu_s or 0.0) for op in placement.block_entries(phase, m)
-        )
+        after = sum(max(_times(op).values()) for op in placement.block_entries(phase, m))
         return 1 - after / before if before else 0.0
 
     def _at(self, op: OpPlan, factors: Mapping[Key, float]) -> float:
         """Return the seconds of a matmul's current cut at other speeds than it was planned with."""
-        times: dict[DeviceKind, float] = {"gpu": op.gpu_s or 0.0, "npu": op.npu_s or 0.0}
+        times = _times(op)
         keys: dict[DeviceKind, Key] = {kind: (kind, op.phase) for kind in times}
         return max(
             seconds * factors.get(keys[kind], 1.0) / self._applied.get(keys[kind], 1.0)
@@ -203,11 +202,17 @@ class Adapter:
         )
 
     def _predicted(self, phase: Phase, m: int) -> dict[DeviceKind, float]:
-        entries, counts = self.placement.block_entries(phase, m), self.placement.graph.counts
-        return {
-            "gpu": sum(counts[op.op] * (op.gpu_s or 0.0) for op in entries),
-            "npu": sum(counts[op.op] * (op.npu_s or 0.0) for op in entries),
-        }
+        counts = self.placement.graph.counts
+        totals = dict.fromkeys(EVERY_KIND, 0.0)
+        for op in self.placement.block_entries(phase, m):
+            for kind, seconds in _times(op).items():
+                totals[kind] += counts[op.op] * seconds
+        return totals
+
+
+def _times(op: OpPlan) -> dict[DeviceKind, float]:
+    """Return the predicted seconds of each device's part of a matmul."""
+    return {"gpu": op.gpu_s or 0.0, "npu": op.npu_s or 0.0, "cpu": op.cpu_s or 0.0}
 
 
 def matmul_seconds(
@@ -232,13 +237,13 @@ def matmul_seconds(
     return seconds
 
 
-def _moved(before: Mapping[Key, float], after: Mapping[Key, float]) -> bool:
+def _moved(
+    before: Mapping[Key, float], after: Mapping[Key, float], kinds: Collection[DeviceKind]
+) -> bool:
     """Return whether the devices' speeds have changed against each other, in any phase."""
     for phase in PHASES:
-        gpu, npu = (
-            after.get((kind, phase), 1.0) / before.get((kind, phase), 1.0) for kind in KINDS
-        )
-        if abs(gpu / npu - 1) > MOVED:
+        changes = [after.get((x, phase), 1.0) / before.get((x, phase), 1.0) for x in kinds]
+        if max(changes) / min(changes) - 1 > MOVED:
             return True
     return False
 
@@ -250,7 +255,7 @@ def _in_every_phase(factors: Mapping[Key, float]) -> Factors:
     """
     filled: Factors = {
         (kind, phase): factors[kind, other]
-        for kind in KINDS
+        for kind in EVERY_KIND
         for phase in PHASES
         for other in PHASES
         if (kind, other) in factors
@@ -272,7 +277,7 @@ def _reason(
 ) -> str:
     """Return why cuts changed, or which device is `alone` in a phase from now on."""
     speeds = ", ".join(
-        f"{kind} {factors[kind, phase]:.2f}" for kind in KINDS if (kind, phase) in factors
+        f"{kind} {factors[kind, phase]:.2f}" for kind in EVERY_KIND if (kind, phase) in factors
     )
     change = f"{phase} on the {' and '.join(alone)} alone" if alone else "new cuts"
     return (

@@ -17,7 +17,8 @@ from hetero.backends.protocol import DEFAULT_DEADLINE_S, KINDS, Device, DeviceKi
 from hetero.errors import FallbackWarning
 from hetero.models.graph import model_graph
 from hetero.models.model_weights import ModelWeights
-from hetero.models.row_tables import RowTable, scaled
+from hetero.models.row_tables import GivenRows, RowTable, scaled
+from hetero.profiler.model_graph import HIDDEN, ModelGraph
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.handover import incoherent
 from hetero.runtime.kernels import Devices, Progress, prepare_kernels
@@ -100,7 +101,8 @@ class Deployment:
     (`UserError`). By an `order` other than `fifo` and a cost model, `window` calls of a prompt are
     one step, whose launches run in an order that is predicted to be shorter; in it nothing is
     adapted, and what is not finite costs the tokens of all of them. With `whole_caches` layers that
-    have a window keep what it has left, too. `warm`: lower usual steps in `build`.
+    have a window keep what it has left, too. `warm`: lower usual steps in `build`. `hidden` gives
+    the hidden states that a head for multi-token prediction reads.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class Deployment:
         self.devices = dict(devices)
         self.fallback = ""
         self.adaptations: list[str] = []
+        self.hidden = GivenRows(weights.config.hidden_size)
         self._weights, self._config, self._options = weights, weights.config, options
         self._lock, self._contexts, self._steps, self._runner = lock, contexts, steps, runner
         self._warmed = not warm
@@ -130,7 +133,7 @@ class Deployment:
         self._steps.clear()
         self.placement, layout = self._place(plan, source)
         self.adapter = None
-        if source is not None and self._options.adapts and len(self.devices) == 2:
+        if source is not None and self._options.adapts and len(self.devices) > 1:
             self.adapter = Adapter(source, self.placement, clock=self._options.clock.now)
         self.window, slots, self.memory = self._sized(layout)
         self.admit(len(self._contexts.open_contexts()))
@@ -147,7 +150,8 @@ class Deployment:
             if isinstance(device, SupportsHandovers):
                 device.set_explicit_handovers(not device.capabilities.coherent)
         owner = memory_owner(self.devices)
-        self.pool = ActivationPool(slots, owner, self._tables())
+        tables = _tables(self.placement.graph, self._weights, self.hidden)
+        self.pool = ActivationPool(slots, owner, tables)
         self.pool.map_to(self.devices.values())
         self.lost = self._contexts.provide(
             layout, owner.allocate, self.admit, incoherent(self.devices)
@@ -180,14 +184,6 @@ class Deployment:
             self._steps.lowered("decode", 1, 1, band=band)
         for context in self._contexts.open_contexts():
             self.warm(context)
-
-    def _tables(self) -> dict[str, RowTable]:
-        """Return what tokens are looked up in, with its scale, by the slot for the rows."""
-        tables: dict[str, RowTable] = {}
-        for node in self.placement.graph.nodes:
-            if isinstance(node.op, Embed) and node.op.mapped:
-                tables[node.slots["y"]] = scaled(self._weights.table(node.name), node.op.scale)
-        return tables
 
     def _sized(self, layout: CacheLayout) -> tuple[int, dict[SlotRef, Shape], MemoryEstimate]:
         """Return the calls in flight that fit the memory, as `fitting_window` does."""
@@ -385,3 +381,17 @@ class Deployment:
             raise lost_error()
         if self._closed:
             raise DeviceLostError("engine", "running the model", "the model was closed")
+
+
+def _tables(graph: ModelGraph, weights: ModelWeights, hidden: RowTable) -> dict[str, RowTable]:
+    """Return what tokens are looked up in, with its scale, by the slot for the rows.
+
+    Of a head for multi-token prediction `hidden` is among them.
+    """
+    tables: dict[str, RowTable] = {}
+    for node in graph.nodes:
+        if isinstance(node.op, Embed) and node.op.mapped:
+            tables[node.slots["y"]] = scaled(weights.table(node.name), node.op.scale)
+        elif HIDDEN in node.slots.values():
+            tables[HIDDEN] = hidden
+    return tables

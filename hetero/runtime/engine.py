@@ -306,6 +306,7 @@ class Engine(Closing):
             step = self.runner.run(
                 context, phase, tokens, logit_rows, chunks, on_device_busy=on_device_busy
             )
+        self.deployment.logits.report(context, step)
         context.advance(tokens, keep_state=phase == "prefill")
         adapter = self.deployment.adapter
         if adapter is not None and (change := adapter.proposal()) is not None:

@@ -247,6 +247,7 @@ def gathered_slots(placement: Placement, devices: Mapping[DeviceKind, Device]) -
         node.slots["y"]: node.op.n
         for node in nodes
         if isinstance(node.op, MatMul)
+        and node.plan_op is not None
         and node.slots["y"] in whole
         and placement.kernels.cuts_rows(node)
     }

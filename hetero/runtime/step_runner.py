@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from hetero.backends.host.clock import Clock
@@ -34,7 +34,8 @@ class StepRunner:
     `trace` records steps where one was started; `gpu_share` pauses after steps where the GPU may
     only be busy for part of the time. `fuses`: decode steps run in fused launches, which `validate`
     switches off where the driver miscompiles them. `copied_bytes` were copied between the devices'
-    memories so far.
+    memories so far. `watch` is called after a step of one context with its phase, tokens, the
+    tokens before them, and its seconds.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class StepRunner:
         self.executor = Executor(clock)
         self.trace: Trace | None = None
         self.copied_bytes = 0
+        self.watch: Callable[[Phase, int, int, float], None] | None = None
         self.fuses = True
         self._timed = False
         self._last: weakref.ref[Step] | None = None
@@ -114,7 +116,7 @@ class StepRunner:
             if sums is not None:
                 context.score_stats.add(sums, rows)
         context.work.add(run, len(tokens), phase, self._open)
-        self._share((context,), step, run)
+        self._account((context,), step, run)
         return step
 
     def run_pieces(
@@ -130,7 +132,7 @@ class StepRunner:
         for piece in pieces:
             context.cache.leave(sides, piece.position, piece.position + piece.tokens)
         context.work.add(run, len(tokens), "prefill", self._open)
-        self._share((context,), step, run)
+        self._account((context,), step, run)
         return step
 
     def run_contexts(
@@ -170,7 +172,7 @@ class StepRunner:
             sums = self.steps.lowering.row_scores.of(row).end(1) if sampled[row] else None
             if sums is not None and context.score_stats is not None:
                 context.score_stats.add(sums, [context.cached])
-        self._share(contexts, step, run)
+        self._account(contexts, step, run)
         return step
 
     def validate(
@@ -264,8 +266,10 @@ class StepRunner:
         self._loading_step = step = step.behind(gate)  # alive while it is the last
         return step
 
-    def _share(self, contexts: Sequence[Context], step: Step, run: StepRun) -> None:
-        """Pause where the GPU was busy for more than its share."""
+    def _account(self, contexts: Sequence[Context], step: Step, run: StepRun) -> None:
+        """Call the watch, and pause where the GPU was busy for more than its share."""
+        if self.watch is not None and len(contexts) == 1:
+            self.watch(step.phase, step.tokens, contexts[0].cached, run.wall_s)
         if self.gpu_share is None:
             return
         busy_s = gpu_busy_s(step, run.usage.get("gpu", Usage()).busy_s)

@@ -27,15 +27,29 @@ def table(plan: Plan) -> TableData | None:
 
 def answers(plan: Plan) -> tuple[str, ...]:
     """Return the sentences on decoding by depth: where it is fastest, and where this plan moves."""
-    said = []
+    said, more = [], _beyond(plan)
     if len(plan.fastest_answers) > 1:
-        steps = [(x.depth_from, named(x.devices)) for x in plan.fastest_answers]
-        said.append(f"Answers are fastest on {_moving(steps)} ({content.kind(plan)}).")
+        steps = [(x.depth_from, named(x.devices) + _by(x.gain)) for x in plan.fastest_answers]
+        said.append(
+            f"Answers are fastest on {_moving(steps)} ({content.kind(plan)}){_beyond(plan)}."
+        )
     if plan.bands:
         steps = [(0, named(sorted(plan.devices_of("decode"))))]
-        steps += [(x.depth_from, _band(x)) for x in plan.bands]
-        said.append(f"This plan decodes on {_moving(steps)}.")
+        steps += [(x.depth_from, _band(x) + _by(x.gain)) for x in plan.bands]
+        said.append(f"This plan decodes on {_moving(steps)}{more}.")
     return tuple(said)
+
+
+def _beyond(plan: Plan) -> str:
+    """Return what each gain is more than."""
+    return ", each by more than " + (
+        "predictions are off on average" if plan.errors else f"the margin of {plan.margin:.0%}"
+    )
+
+
+def _by(gain: float | None) -> str:
+    """Return by how much what takes over is faster at its depth."""
+    return "" if gain is None else f" ({gain:.2f} ×)"
 
 
 def _moving(steps: Sequence[tuple[int, str]]) -> str:
@@ -50,7 +64,9 @@ def _band(band: DecodeBand) -> str:
 
 
 def _line(step: FastestDevices) -> tuple[str, ...]:
-    sure = "" if step.confidence is None else f"{min(100 * step.confidence, 99):.0f} %"
+    sure = "" if step.gain is None else "not known"
+    if step.confidence is not None:
+        sure = f"{min(100 * step.confidence, 99):.0f} %"
     return (
         f"{step.depth:,}",
         PHASES[step.phase],

@@ -172,6 +172,7 @@ def test_int8_activations_are_quantised_as_in_the_reference(ort_cpu: OrtCpuDevic
     assert relative_difference(tensors["y"].array, wanted) < 1e-4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8])
 @pytest.mark.parametrize(("n", "k"), [(37, 172), (2100, 4100)])
 def test_codes_of_rows_are_staged_by_feature(n: int, k: int, dtype: npt.DTypeLike) -> None:
@@ -374,6 +375,7 @@ print(json.dumps({"held": (resident() - before) / 4, "declared": kernels[-1].nby
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps_rollup")
 def test_a_kernel_holds_one_pack_of_its_weight() -> None:
     """ONNX Runtime's pack, and neither the source nor the staging copy."""

@@ -46,6 +46,7 @@ def snapdragon_here(library: Any, tmp_path: Path, monkeypatch: Any) -> Iterator[
     library._load.cache_clear()
 
 
+@pytest.mark.full
 def test_a_snapdragon_without_a_device_node_has_every_line(
     snapdragon_here: Path, capsys: Any
 ) -> None:

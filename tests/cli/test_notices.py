@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hetero.cli.profile import third_device
 from hetero.errors import UserError
 from hetero.placement.planning import locate_profile
 from hetero.profiler import profile_files
@@ -49,6 +50,16 @@ def test_where_nothing_can_be_kept_it_is_said_every_time(
     notify(NO_PROFILE)
     notify(NO_PROFILE)
     assert capsys.readouterr().err.count(NO_PROFILE) == 2
+
+
+def test_the_old_name_of_measuring_a_third_device_is_read_with_a_notice(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert third_device("none", None) is None
+    assert third_device("ort-cpu", None) == "ort-cpu"
+    assert capsys.readouterr().err == ""
+    assert third_device("none", "ort-cpu") == "ort-cpu"
+    assert "--cpu is now called --measure-cpu" in capsys.readouterr().err
 
 
 def test_notices_can_be_turned_off(

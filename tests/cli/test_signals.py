@@ -89,6 +89,7 @@ def test_what_was_begun_is_taken_away(words: tuple[str, ...], begun: str, tmp_pa
     assert not list(tmp_path.rglob("*.partial"))
 
 
+@pytest.mark.full
 @compiler
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_compilers_process_ends_without_a_word(number: int, tmp_path: Path) -> None:

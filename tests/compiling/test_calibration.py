@@ -40,6 +40,7 @@ def test_a_weight_of_zeros_stays_zero() -> None:
     assert not found.dequantize().any()
 
 
+@pytest.mark.full
 def test_divergence_from_the_float_model_is_lower(stories: Path, tmp_path: Path) -> None:
     with LLM(str(stories), device="npu", weights="f32") as exact:
         texts = [

@@ -91,6 +91,7 @@ def test_the_manifest_says_what_was_compiled(bundle: Path) -> None:
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["out", "none/../out"])
 def test_a_relative_directory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(done: int, total: int, name: str) -> None:

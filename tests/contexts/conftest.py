@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 
-from hetero import LLM
+from hetero import LLM, Service
 from tests.contexts.models import WAYS, open_llm
 from tests.runtime.models import tiny_model
 
 FEW = ("gpu", "tensor level")  # of the ways, the others run with `--full`
+
+
+@pytest.fixture(autouse=True)
+def nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where chunks lie between calls is what most tests here arrange: nothing is read ahead."""
+    defaults: Any = Service.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "read_ahead", False)
 
 
 @pytest.fixture(scope="module")

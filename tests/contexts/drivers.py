@@ -41,6 +41,7 @@ def random_operations(count: int, seed: int) -> int:
             recompute=chance.random() < 0.5,
             disk_s=chance.choice([150.0, 1e9]),
             run_s=chance.choice([None, 0.0, 1.0]),
+            read_ahead=chance.random() < 0.5,
         )
         for _ in range(min(500, count - done)):
             operation(machine, chance)
@@ -68,6 +69,7 @@ def operation(machine: Any, chance: random.Random) -> None:
             number, chance.random(), chance.choice(["bit", "cut", "gone"])
         ),
         "reopen": machine.reopen,
+        "make_haste": machine.make_haste,
     }
     weights = {"call": 8, "go_back": 3, "press": 3, "damage": 1, "reopen": 1}
     if not machine.texts or chance.random() < 0.1:

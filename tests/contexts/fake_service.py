@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.codec import RAW, ChunkCodec
 from hetero.contexts.eviction import Policy
 from hetero.contexts.load_plan import Rates
+from hetero.contexts.read_ahead import ReadAhead
 from hetero.contexts.swap_out import SwapOut
 from hetero.contexts.working_set import CachedText, Switch, WorkingSet
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
@@ -124,6 +126,7 @@ class FakeService:
         policy: Policy = "lctru",
         rates: Rates | None = None,
         recompute: bool = True,
+        read_ahead: bool = False,
     ) -> None:
         self.bits, self.folder = bits, folder
         self.codec = ChunkCodec(LAYOUT)
@@ -142,6 +145,15 @@ class FakeService:
             rates=rates or FAST,
             recompute=recompute,
         )
+        self.ahead: ReadAhead | None = None
+        if read_ahead:
+            self.ahead = ReadAhead(
+                self.memory, self.codec, self.files, self.swap, lambda: [self.working.cached_time]
+            )
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Inside, no other thread changes chunks: what the lock of a service does."""
+        return nullcontext() if self.ahead is None else self.ahead.paused()
 
     def files(self, app: str) -> ChunkFiles:
         if app not in self.apps:
@@ -162,6 +174,12 @@ class FakeService:
         """A prompt (the whole text with it) and an answer. With `old` a full text is shifted, at
         the cost of the first `old` tokens where the prompt does not fit.
         """
+        with self.turn():
+            return self._call(held, tokens, answer, old)
+
+    def _call(
+        self, held: CachedText, tokens: Sequence[int], answer: Sequence[int], old: int | None
+    ) -> Switch:
         switches: list[Switch] = []
         active = self.active
         active.moved = self.moved[held.root] if held.shifted else truth(())
@@ -192,5 +210,7 @@ class FakeService:
         return switches[-1]
 
     def close(self) -> None:
+        if self.ahead is not None:
+            self.ahead.close()
         self.swap.close()
         self.working.close()

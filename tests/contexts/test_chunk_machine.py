@@ -38,6 +38,7 @@ class Machine(RuleBasedStateMachine):
         recompute=st.booleans(),
         disk_s=st.sampled_from([150.0, 1e9]),
         run_s=st.sampled_from([None, 0.0, 1.0]),
+        read_ahead=st.booleans(),
     )
     def begin(
         self,
@@ -48,10 +49,12 @@ class Machine(RuleBasedStateMachine):
         recompute: bool,
         disk_s: float,
         run_s: float | None,
+        read_ahead: bool,
     ) -> None:
         """Where the disk reads as fast as tokens are computed, plans have some of each."""
         self.folder = tempfile.TemporaryDirectory()
         self.options: dict[str, Any] = {"bits": bits, "policy": policy, "recompute": recompute}
+        self.options["read_ahead"], self.haste = read_ahead, 0
         self.options["rates"] = replace(FAST, read_bytes_per_s=disk_s, run_s=run_s)
         chunk = 3 * 2 * 2 * CHUNK_TOKENS * 4 * 4  # a raw one
         self.options |= {"memory": memory * chunk, "disk": disk * chunk}
@@ -107,7 +110,7 @@ class Machine(RuleBasedStateMachine):
         if len(self.texts) < 5:
             held, service = self.pick(number), self.service
             other = service.held(held.app)
-            with service.memory.lock:
+            with service.turn(), service.memory.lock:
                 table, cached = service.memory.table, held.chunks[-1].stop if held.chunks else 0
                 text = self.texts[held]
                 other.root = held.root
@@ -118,21 +121,29 @@ class Machine(RuleBasedStateMachine):
     @rule(number=PICK)
     def delete(self, number: int) -> None:
         held = self.pick(number)
-        self.service.working.release(held.chunks)
+        with self.service.turn():
+            self.service.working.release(held.chunks)
         del self.texts[held]
 
     @rule(part=st.floats(0, 1))
     def press(self, part: float) -> None:
         """Somebody needs the memory."""
-        self.service.memory.reclaim(int(part * self.service.memory.budget.used))
+        with self.service.turn():
+            self.service.memory.reclaim(int(part * self.service.memory.budget.used))
 
     @precondition(lambda self: self.texts)
     @rule(number=PICK, bits=st.sampled_from([8, 4, 2]))
     def lower(self, number: int, bits: int) -> None:
         """No further than this machine's tolerance."""
         held = self.pick(number)
-        for chunk in held.chunks:
-            self.service.memory.lower(chunk, max(bits, min(self.service.bits, 8)))
+        with self.service.turn():
+            for chunk in held.chunks:
+                self.service.memory.lower(chunk, max(bits, min(self.service.bits, 8)))
+
+    @rule()
+    def make_haste(self) -> None:
+        """The operation after the next one does not wait until everything is read ahead."""
+        self.haste = 2
 
     @rule(number=PICK, at=st.floats(0, 1), change=st.sampled_from(["bit", "cut", "gone"]))
     def damage(self, number: int, at: float, change: str) -> None:
@@ -177,6 +188,10 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "service"):
             return
         service = self.service
+        if self.haste:
+            self.haste -= 1
+            return
+        assert service.ahead is None or service.ahead.wait(30)
         service.memory.check()
         assert service.disk.used <= service.disk.limit
         service.swap.drain()

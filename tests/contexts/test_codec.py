@@ -119,6 +119,7 @@ def test_fewer_bits_are_the_first_planes(seed: int, size: int, tokens: int) -> N
         assert np.array_equal(codec.decode(lower.lowered(2)), codec.decode(eight.lowered(2)))
 
 
+@pytest.mark.full
 @given(
     seed=st.integers(0, 999),
     size=st.sampled_from([8, 64]),

@@ -542,6 +542,7 @@ def test_a_file_of_something_else_says_of_what(
     assert len(one.engine.contexts.open_contexts()) == before
 
 
+@pytest.mark.full
 def test_a_model_of_other_shapes_refuses_a_context(one: LLM, tmp_path: Path) -> None:
     with one.new_context() as context:
         one.engine.prefill(context, ids(1, 5))

@@ -235,6 +235,7 @@ def test_a_disk_that_fills_up_costs_only_the_store(
     assert kept(stores) == []
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_first_opening_uses_what_it_packs_from_the_mapped_store(
     stores: Path, tmp_path: Path

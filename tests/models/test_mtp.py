@@ -30,7 +30,7 @@ from tests.support.checkpoints import Case, make_checkpoint, torch
 from tests.support.helpers import Command
 
 LAYERS = 3
-KEPT = r"its head for multi-token prediction \(0\.\d MiB\) stays in the file"
+KEPT = r"has a head for multi-token prediction \(0\.\d MiB\), which guesses tokens ahead with --d"
 MOE = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 40,
@@ -82,17 +82,21 @@ def norm(x: Any, weight: Any, eps: float) -> Any:
 
 
 def expected(model: Any, head: dict[str, Any], tokens: Any, hidden: Any) -> tuple[Any, Any]:
-    """The logits and the next hidden state, by the formula with the layer of `transformers`."""
+    """The logits and the next hidden state, by the formula with the layer of `transformers`.
+
+    They are computed in the numbers of `hidden`, which are the model's.
+    """
     decoder, eps = model.model, model.config.rms_norm_eps
+    head = {x: y.to(hidden.dtype) for x, y in head.items()}
     number = next(i for i, x in enumerate(decoder.layers) if hasattr(x, "self_attn"))
-    layer = type(decoder.layers[number])(model.config, number).eval()
+    layer = type(decoder.layers[number])(model.config, number).eval().to(hidden.dtype)
     prefix = "mtp.layers.0."
     layer.load_state_dict({x.removeprefix(prefix): y for x, y in head.items() if prefix in x})
     e = norm(decoder.embed_tokens(tokens), head["mtp.pre_fc_norm_embedding.weight"], eps)
     h = norm(hidden, head["mtp.pre_fc_norm_hidden.weight"], eps)
     x = torch.cat([e, h], dim=-1) @ head["mtp.fc.weight"].T
     positions = torch.arange(len(tokens))[None]
-    mask = torch.full((len(tokens),) * 2, float("-inf")).triu(1)[None, None]
+    mask = torch.full((len(tokens),) * 2, float("-inf"), dtype=hidden.dtype).triu(1)[None, None]
     ropes = decoder.rotary_emb(x[None], positions)
     y = layer(x[None], position_embeddings=ropes, attention_mask=mask, position_ids=positions)
     y = norm(y[0] if y.ndim == 3 else y, head["mtp.norm.weight"], eps)

@@ -70,7 +70,7 @@ def test_a_kept_choice_is_that_of_a_fresh_solver(
         assert [replace(choose(spec, x), cost=None) for x in request] == again
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "what",
     [
@@ -124,7 +124,7 @@ def test_another_question_is_decided_anew(
 
 
 @pytest.mark.full
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("damage", ["short", "mode", "reason", "key", "list", "deep"])
 def test_a_broken_file_is_decided_anew(
     profile: Path, spec: ModelGraph, monkeypatch: pytest.MonkeyPatch, damage: str

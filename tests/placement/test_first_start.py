@@ -188,6 +188,7 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_it_depends_on_is_measured_again(
     host: DeviceProfile, machines: Machines, folder: Path, monkeypatch: pytest.MonkeyPatch,

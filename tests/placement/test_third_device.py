@@ -44,7 +44,11 @@ def test_three_devices_are_chosen_where_they_gain(chip: DeviceProfile, mode: str
     three_s, two_s = seconds_of(choice.third), seconds_of(choice.plan)
     assert three_s.prompts_s < 0.97 * two_s.prompts_s
     assert three_s.answers_s == pytest.approx(two_s.answers_s, rel=0.01)
-    assert choice.solver_on(("gpu", "npu", "cpu")) is None
+    solver = choice.solver_on(("gpu", "npu", "cpu"))
+    assert solver is choice.third_solver is not None
+    slow = solver.drifted({("cpu", "prefill"): 1e3})
+    assert "cpu" not in slow.plan_for(512).devices()
+    assert "cpu" in solver.plan_for(512).devices()
     assert choice.solver_on(("gpu", "npu")) is choice.solver
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,7 @@ from hetero.placement.where_fastest import (
     confidence,
     fastest_answers,
     fastest_of,
+    not_sure_because,
 )
 from hetero.profiler.fitted_units import ModelWork, unit_s
 from hetero.profiler.records import DeviceProfile
@@ -107,6 +109,65 @@ def test_a_fit_is_not_sure_of_models_with_experts_which_it_does_not_know() -> No
 )
 def test_no_answer_is_beyond_the_models_context(model: str, depths: list[int]) -> None:
     assert sorted({depth for _, depth in answers_of(model, "host")}) == depths
+
+
+@pytest.mark.full
+def test_a_plan_says_what_a_third_device_would_give_and_what_forbids_it() -> None:
+    plan = hetero.plan("qwen3-4b", X2, curves=False, fastest=True)
+    (note,) = (x for x in plan.notes if x.startswith("a third device: "))
+    said = re.search(
+        r"a prompt of 512 tokens alone takes (\d+) ms on GPU, NPU and CPU \(fitted\), (\d\.\d\d) × "
+        r"without the CPU; the added rates of all three, less what synchronisation takes, are "
+        r"(\d+) ms \(\d% less\); this plan has none",
+        note,
+    )
+    assert said is not None, note
+    planned_ms, gain, ideal_ms = map(float, said.groups())
+    assert ideal_ms <= planned_ms <= 1.1 * ideal_ms
+    assert 1.03 < gain < 1.5
+    assert "llama.cpp's, predicted with a mean error of 58%" in note
+    assert "more than it gains" in note
+    assert "--measure-cpu" in note
+    assert not any("third device" in x for x in answers_notes("qwen3-0.6b", "host"))
+
+
+def answers_notes(model: str, profile: str) -> tuple[str, ...]:
+    return hetero.plan(model, profile, seq_lens=(64,), curves=False, fastest=True).notes
+
+
+@pytest.mark.parametrize(
+    ("model", "profile", "reason"),
+    [
+        ("gpt-oss-20b", X2, "is fitted to models without routed experts"),
+        ("llama-3.2-1b", "snapdragon-8-gen-3", "does not say how well it predicts"),
+        ("qwen3-4b", X2, ""),
+        ("llama-3.2-1b", "host", ""),
+    ],
+)
+def test_what_is_not_sure_is_said_with_the_reason(model: str, profile: str, reason: str) -> None:
+    why = not_sure_because(model_spec(model), DeviceProfile.load(profile))
+    assert why.endswith(reason)
+    assert bool(why) == bool(reason)
+
+
+@pytest.mark.full
+def test_a_plan_says_that_nothing_is_known_of_how_sure_it_is() -> None:
+    plan = hetero.plan("qwen3-moe-3b", X2, seq_lens=(64,), curves=False, fastest=True)
+    assert any("is not known: profile" in x for x in plan.notes)
+    assert any(x.startswith("answers stay on the devices of this plan") for x in plan.notes)
+    table = fastest_table.table(plan)
+    assert table is not None
+    assert {row[-1] for row in table.rows} == {"not known"}
+
+
+def test_an_error_of_a_states_operator_is_needed_where_times_were_measured() -> None:
+    host = DeviceProfile.load("host")
+    why = not_sure_because(model_spec("qwen3.5-0.8b"), host)
+    assert why == "profile host has no error of GatedDelta, ShortConv"
+    first, ops = host.other_predictors[0], ("GatedDelta", "ShortConv")
+    known = [first.model_copy(update={"op": op, "mape": 0.1}) for op in ops]
+    more = host.model_copy(update={"other_predictors": (*host.other_predictors, *known)})
+    assert not_sure_because(model_spec("qwen3.5-0.8b"), more) == ""
 
 
 def test_a_plan_that_was_not_asked_has_no_such_key() -> None:

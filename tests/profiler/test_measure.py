@@ -401,6 +401,7 @@ def test_an_interrupted_launch_does_not_choose_the_batch(
     assert left == []
 
 
+@pytest.mark.full
 def test_a_drift_of_memory_is_not_one_of_a_small_model() -> None:
     clock = ManualClock()
 

@@ -129,6 +129,7 @@ class Texts(HTMLParser):
         self.said += data
 
 
+@pytest.mark.full
 def test_the_page_of_a_chip_that_is_not_here_has_nothing_of_measuring() -> None:
     chip = DeviceProfile.load("snapdragon-8-gen-3")
     left_out = [

@@ -238,7 +238,9 @@ def other_machine(clock: ManualClock, *, kind: type[Workload] = Workload, **cost
 def taken() -> DeviceProfile:
     """A profile of the null devices, which measured the reference kernels as shipped ones did."""
     clock = ManualClock()
-    return profile_devices(devices(clock), options(pairs=(*PAIRS, (1024, 1024))), clock=clock)
+    return profile_devices(
+        devices(clock), options(pairs=(*PAIRS, (1024, 1024)), blocks=()), clock=clock
+    )
 
 
 def test_the_factors_of_another_machine_are_found(taken: DeviceProfile) -> None:

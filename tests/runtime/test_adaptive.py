@@ -18,12 +18,16 @@ from hetero.profiler.records import DeviceProfile
 from hetero.runtime.adaptive import Adaptation, Adapter, AdaptPolicy
 from hetero.runtime.engine import Engine
 from hetero.runtime.kv.context import Context
+from hetero.solver.build import assemble
+from hetero.solver.chooser import Rules
+from hetero.solver.joint_plan import solve_jointly
 from hetero.solver.overheads import Overheads
 from hetero.solver.placement import Placement
 from hetero.solver.plan import PHASES
-from hetero.solver.planner import Planner
+from hetero.solver.planner import Planner, PlannerSettings
 from hetero.solver.prepared import PreparedSolver
-from hetero.solver.request import PlanRequest
+from hetero.solver.prepared_three import PreparedThree
+from hetero.solver.request import PlanRequest, scenarios_of
 from tests.runtime.models import context_of, greedy_tokens, tiny_model
 from tests.runtime.test_faults import slow_down
 from tests.solver.instances import profile_of, random_instance
@@ -71,6 +75,19 @@ def solver_of(loaded: LoadedModel, **options: Any) -> PreparedSolver:
     return PreparedSolver(planner, PlanRequest(seq_lens=(40, 70)))
 
 
+def solver_of_three(loaded: LoadedModel) -> PreparedThree:
+    """As `solver_of`, with a CPU that is as fast as both."""
+    profile = even_profile(cpu=True)
+    spec = loaded.spec().model_copy(update={"weight_format": WeightFormat.F32})
+    settings = PlannerSettings(rules=Rules(third=True), unfused=False)
+    cost, overheads = EvenCost(profile), Overheads(0.0, 0.0, 0.0)
+    free = Planner(spec, profile, settings, cost=cost, overheads=overheads)
+    request = PlanRequest(seq_lens=(40, 70), third=True)
+    objective, lengths = free.objective(), scenarios_of(request.seq_lens)
+    planner, solved = solve_jointly(free, lengths, objective, request, [])
+    return PreparedThree(planner, assemble(planner, solved, request))
+
+
 def npu_rows(placement: Placement, phase: Any, m: int) -> int:
     entries = placement.block_entries(phase, m)
     tiles = [tile for op in entries for tile in op.tiles if tile.device == "npu"]
@@ -78,13 +95,15 @@ def npu_rows(placement: Placement, phase: Any, m: int) -> int:
 
 
 def make_engine(
-    loaded: LoadedModel, solver: PreparedSolver | None = None, **options: Any
+    loaded: LoadedModel, solver: PreparedSolver | PreparedThree | None = None, **options: Any
 ) -> Engine:
     solver = solver or solver_of(loaded)
     devices: Any = {
         "gpu": open_device("reference", kind="gpu", asynchronous=True),
         "npu": open_device("reference", kind="npu", graph_sizes=GRAPHS),
     }
+    if "cpu" in solver.plan.devices():
+        devices["cpu"] = open_device("reference", kind="cpu", asynchronous=True)
     engine = Engine(loaded.weights, solver.plan, devices, max_seq_len=200, solver=solver, **options)
     if engine.deployment.adapter is not None:
         engine.deployment.adapter.policy = QUICK
@@ -158,6 +177,50 @@ def proposed(adapter: Adapter, *, npu: float, gpu: float) -> Adaptation | None:
     adapter._ratios = {key: deque([x] * count, maxlen=count) for key, x in measured.items()}
     adapter._steps += adapter.policy.every
     return adapter.proposal()
+
+
+def test_a_third_device_that_drifts_gets_less_to_do_and_no_token_changes(
+    loaded: LoadedModel,
+) -> None:
+    solver = solver_of_three(loaded)
+    assert solver.plan.devices() == {"gpu", "npu", "cpu"}
+    with make_engine(loaded, solver, adapt=False) as engine:
+        wanted = [answer(engine, 6), greedy_tokens(engine, TOKENS[:33], 6)]
+    with make_engine(loaded, solver) as engine:
+        adapter, before = engine.deployment.adapter, rows_on(engine, "cpu")
+        assert adapter is not None
+        assert measured_change(adapter, gpu=3.0, npu=3.0, cpu=3.0) is None
+        change = measured_change(adapter, gpu=1.0, npu=1.0, cpu=50.0)
+        assert change is not None
+        assert "npu 1.00, cpu 50.00" in change.reason
+        engine.deployment.change_cuts(change)
+        adapter.policy = AdaptPolicy(every=10**9)
+        assert rows_on(engine, "cpu") < before
+        assert [answer(engine, 6), greedy_tokens(engine, TOKENS[:33], 6)] == wanted
+        adapter.policy = QUICK
+        back = measured_change(adapter, gpu=1.0, npu=1.0, cpu=1.0)
+        assert back is not None
+        engine.deployment.change_cuts(back)
+        assert rows_on(engine, "cpu") == before
+
+
+def measured_change(adapter: Adapter, **factors: float) -> Adaptation | None:
+    """The change after these kinds took so many times as long as first predicted, in all phases."""
+    count = adapter.policy.samples
+    adapter._ratios = {
+        (kind, phase): deque([factor] * count, maxlen=count)  # type: ignore[misc]
+        for kind, factor in factors.items()
+        for phase in PHASES
+    }
+    adapter._steps += adapter.policy.every
+    return adapter.proposal()
+
+
+def rows_on(engine: Engine, kind: DeviceKind) -> int:
+    """Rows of a prompt's blocks on a device."""
+    entries = engine.placement.block_entries("prefill", 40)
+    tiles = (tile for op in entries for tile in op.tiles if tile.device == kind)
+    return sum(tile.rows[1] - tile.rows[0] for tile in tiles)
 
 
 @pytest.mark.full

@@ -119,6 +119,7 @@ def one_after_another(engine: Engine, ids: Sequence[int]) -> list[Any]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "seed", [0, 1, *(pytest.param(i, marks=pytest.mark.full) for i in range(2, 6))]

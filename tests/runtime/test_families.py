@@ -103,7 +103,7 @@ FILED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=examples(2, 12), **QUICK)
+@settings(max_examples=examples(2, 8), **QUICK)
 @given(data=st.data())
 def test_logits_are_those_of_transformers(
     family: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
@@ -125,7 +125,7 @@ def test_logits_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("family", ["Granite", "Cohere2", "Ernie4_5", "Olmo2", "Gemma3"])
-@settings(max_examples=examples(2, 12), **QUICK)
+@settings(max_examples=examples(2, 8), **QUICK)
 @given(data=st.data())
 def test_a_quantised_directory_is_the_same_model(
     family: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

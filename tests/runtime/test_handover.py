@@ -337,6 +337,7 @@ def test_spans_are_joined(spans: list[tuple[int, int]]) -> None:
     assert all(a[1] < b[0] for a, b in pairwise(result))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("coherent_device")
 @pytest.mark.filterwarnings("ignore:profile .* was taken elsewhere")
 @pytest.mark.parametrize("memory", ["mapped", "copied"])

@@ -193,6 +193,7 @@ def test_lists_of_what_codes_cut_off_count_as_memory(folder: str) -> None:
     assert found[1].largest_bytes == max(lists, found[0].largest_bytes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", ["gpu", "npu", "hetero"])
 def test_what_lies_there_twice_is_counted(device: str) -> None:
     with LLM("demo", device=device) as llm:  # type: ignore[arg-type]

@@ -91,6 +91,7 @@ def test_fifo_has_one_form(solved: tuple[ModelGraph, CostModel, PreparedSolver])
     assert str(found) == "cut in order, in 2 calls of up to 512 tokens"
 
 
+@pytest.mark.full
 def test_a_form_balances_both_devices_over_all_operations() -> None:
     """Σ gpu with attention and Σ npu of the chosen ways: no other choice has a smaller maximum."""
     spec, profile = model_spec("llama-3.2-1b", "w4a8"), DeviceProfile.load("host")

@@ -35,7 +35,7 @@ from tests.support.selection import examples
 torch = pytest.importorskip("torch")
 DEVICES = ("gpu", "npu", "hetero")
 DRAWN = settings(
-    max_examples=examples(2, 20),
+    max_examples=examples(2, 8),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     derandomize=True,

@@ -146,7 +146,7 @@ def test_hand_overs_by_copying_change_no_result_and_are_counted(
 FORMATS = [x for x in WeightFormat if not (x.activations.static or x.of_file)]
 
 
-@settings(max_examples=examples(12), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(6, 12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**20),
     tokens=st.integers(1, 100),
@@ -215,6 +215,7 @@ def test_panels_reach_as_far_as_the_padded_graph_that_reads_them(
         assert engine.steps.step(context_of(engine), "prefill", 45).copied_bytes == 0
 
 
+@pytest.mark.full
 def test_scoring_and_longer_prompts_than_planned(folder: Path, expected: Any) -> None:
     spec = open_model(str(folder), weights="f32").spec()
     ids = np.random.default_rng(4).integers(0, 263, 150).tolist()

@@ -169,7 +169,7 @@ def check_calls(parts: list[AnswerPart], text: str) -> int:
     return len(calls)
 
 
-@pytest.mark.few(len(FAMILIES))
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_forced_answer_is_calls_and_nothing_else(name: str) -> None:
     seed = random.randrange(2**32)
@@ -183,7 +183,7 @@ def test_a_forced_answer_is_calls_and_nothing_else(name: str) -> None:
     assert max(counts) <= (1 if name in SINGLE else MOST_CALLS)
 
 
-@pytest.mark.few(len(FAMILIES))
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_strict_calls_fit_their_schemas_where_the_model_chooses(name: str) -> None:
     draw, kinds_ = random.Random(name), set[str]()  # one in which there are both
@@ -196,7 +196,7 @@ def test_strict_calls_fit_their_schemas_where_the_model_chooses(name: str) -> No
     assert "text" in kinds_
 
 
-@pytest.mark.few(len(FAMILIES))
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_answer_with_a_schema_is_that_or_a_call(name: str) -> None:
     answer = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}

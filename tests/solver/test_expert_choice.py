@@ -113,6 +113,7 @@ def test_a_gpu_without_room_leaves_the_rest_to_the_npu() -> None:
     assert "the rest on the GPU" in note_of(plan)
 
 
+@pytest.mark.full
 def test_both_devices_compute_where_both_are_fast() -> None:
     plan, without = plan_on(profile(*EXPERTS, gpu_factor=4)), plan_on(profile(gpu_factor=4))
     assert plan.experts is None

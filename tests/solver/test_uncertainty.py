@@ -46,6 +46,7 @@ def cuts(spread: float, scenario: Scenario, margin: float = 0.03) -> int:
     return sum(option.is_cut for option in planner.solve(scenario).options.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scenario", [DECODE, PROMPT])
 def test_a_gain_within_the_spread_is_no_reason_to_cut(scenario: Scenario) -> None:
     counts = [cuts(spread, scenario) for spread in (0.0, 0.1, 0.3, 0.9)]

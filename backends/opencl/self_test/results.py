@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from functools import cache
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
@@ -34,6 +35,7 @@ SYSTEM: Final = ("sys/class/drm/*", "sys/class/kgsl/*", "sys/devices/system/cpu"
 BOOT: Final = "proc/sys/kernel/random/boot_id"
 SEARCHED: Final = ("LD_LIBRARY_PATH", "LD_PRELOAD")
 ROOT: Path = Path("/")
+CODE: Final = tuple(Path(__file__).parents[2] / name for name in ("opencl", "reference"))
 SET_BY_US: Final = ("POCL_CACHE_DIR", "POCL_MAX_PTHREAD_COUNT", "OCL_ICD_VENDORS")
 
 Outcome: TypeAlias = Literal["passed", "crashed", "hung", "wrong", "failed"]
@@ -131,11 +133,22 @@ def result_key(candidate: DriverCandidate) -> str:
         cpu_name(),
         *sorted(cpu_flags()),
         sources_digest(),
+        code_digest(CODE),
         installed_version("hetero") or "unknown",
         str(cl.VERSION_TEXT),
         *environment,
     ]
     return hashlib.sha256("\0".join(facts).encode(errors="surrogateescape")).hexdigest()
+
+
+@cache
+def code_digest(folders: tuple[Path, ...]) -> str:
+    """Return the identity of the code that launches kernels, and that judges their results.
+
+    A checkout changes without a new version, and what was wrong before may have been the judge.
+    """
+    files = (path for folder in folders for path in sorted(folder.rglob("*.py")))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def result_path(root: Path, key: str) -> Path:

@@ -9,7 +9,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.host.closing import Closing
@@ -23,6 +26,7 @@ from hetero.runtime.step_lock import lost_error
 from hetero.runtime.usage import Work
 
 T = TypeVar("T")
+Rows: TypeAlias = npt.NDArray[np.float32]
 WAIT_S: Final = 600.0  # for another thread's stream of the same context
 _NAP_S: Final = 1e-3
 
@@ -70,15 +74,15 @@ class Context(Closing):
         self.work = Work()
         self.gate: LayerGate | None = None  # layers that another thread is still filling
         self.score_stats: ScoreStats | None = None  # adds up who attends to what, if asked for
+        self.hears: Callable[[int, Rows], object] | None = None  # gets its tokens' hidden states
         self._home = home
         self._cache: KvCache | None = cache
         self._tokens: list[int] = []
         self._cached = self.forgotten = 0  # the latter by shifts, since the text was adopted
         self.holes: tuple[tuple[int, int], ...] = ()  # of the cached: without keys and values yet
-        self._waits, self.wait_s = waits, WAIT_S
+        self._waits, self.wait_s, self._lost = waits, WAIT_S, False
         self._choosing = threading.RLock()  # also a signal handler may want the context
         self._hold: weakref.ref[Hold] | None = None
-        self._lost = False
 
     # --- for everyone -----------------------------------------------------------------------
 

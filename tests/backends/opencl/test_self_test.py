@@ -398,6 +398,19 @@ def test_the_right_to_open_a_node_counts(tmp_path: Path, monkeypatch: pytest.Mon
     assert results.circumstances() != before
 
 
+def test_other_code_of_the_judge_is_another_key(
+    pocl: DriverCandidate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [results.result_key(pocl)]
+    for folder, text in (("a", "TOLERANCE = 1e-5"), ("b", "TOLERANCE = 1e-5"), ("c", "")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "judge.py").write_text(text)
+        monkeypatch.setattr(results, "CODE", (tmp_path / folder,))
+        keys.append(results.result_key(pocl))
+    assert keys[1] == keys[2]  # the same text in another folder
+    assert len(set(keys)) == 3
+
+
 @pytest.mark.full
 def test_a_driver_without_a_device_is_loaded_again_on_request(
     self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch

@@ -64,6 +64,7 @@ def test_results_are_off_by_their_rounding_alone(activations: str) -> None:
     assert not found[3].any()
 
 
+@pytest.mark.full
 def test_no_bit_depends_on_the_call_or_the_cache(tmp_path: Path) -> None:
     weight = make_weight()
     x = np.random.default_rng(2).standard_normal((M, K)).astype(np.float32)
