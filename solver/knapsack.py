@@ -111,11 +111,11 @@ def cheapest_set(groups: Sequence[Sequence[Setting]], budget: float) -> SetSelec
         items = [item for x in settings for item in x.items]
         if least_loss(items) > budget:
             continue
-        own, found = math.fsum(x.cost for x in settings), cheapest(items, budget)
-        found = replace(found, cost=found.cost + own, bound=found.bound + own)
-        least = min(least, found.bound)
-        if best is None or found.cost < best.selection.cost:
-            best = SetSelection(chosen, found)
+        own, selected = math.fsum(x.cost for x in settings), cheapest(items, budget)
+        selected = replace(selected, cost=selected.cost + own, bound=selected.bound + own)
+        least = min(least, selected.bound)
+        if best is None or selected.cost < best.selection.cost:
+            best = SetSelection(chosen, selected)
     if best is None:
         raise ValueError(f"no setting of the groups has losses within the budget {budget:g}")
     selection = replace(best.selection, bound=min(least, best.selection.cost))

@@ -45,6 +45,10 @@ PrefillMode: TypeAlias = Literal["cut", "whole", "both"]  # of a prompt's calls 
 REPORT_KEY = "report"  # of a report's tables in JSON, next to the plan's own keys
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 STEP_TOKENS = 512  # of a call, where a plan holds for any token count
+ABSENT_IF_EMPTY: Final = (
+    "counts", "fastest", "experts", "npu_experts", "phases", "bands",
+    "fastest_answers", "quality",
+)  # fmt: skip
 # Sizes are int32 on devices; what is beyond these is no time and no size of anything.
 Start = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[int, Field(ge=1, lt=2**31)]
@@ -470,8 +474,7 @@ class Plan(_Record):
     def _without_absent(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what only models have whose layers differ, and `fastest` where it is empty."""
         document: dict[str, Any] = serialise(self)
-        later = ("counts", "fastest", "experts", "npu_experts", "phases", "bands")
-        for key in (*later, "fastest_answers", "quality"):
+        for key in ABSENT_IF_EMPTY:
             if not document.get(key):
                 document.pop(key, None)
         if self.prompt_layers is None:

@@ -1,4 +1,4 @@
-"""What a budget of quality buys: records of `hetero plan --quality`."""
+"""Records of what a budget of quality buys: those of `hetero plan --quality`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class QualityPoint(_Record):
 
 
 class Quality(_Record):
-    """The `choices` within a budget of nats a token, and a `frontier` of others beside them.
+    """The `choices` within a budget of nats a token, and a `frontier` of others.
 
     Uniform types are part of it. A prompt has `prompt_tokens`; a decode step comes after `context`.
     """

@@ -33,7 +33,7 @@ QualityOption = Annotated[
 ALL_GOALS: Final[tuple[GoalName, ...]] = ("bytes", "prompt", "decode")
 
 
-class Opened(NamedTuple):
+class TextAndTensors(NamedTuple):
     """A model's tensors and a text, in which nothing was found wrong."""
 
     loaded: LoadedModel
@@ -60,16 +60,16 @@ def check_budget(budget: float, calibrate: Path | None) -> Path:
 
 def with_text(
     model: tuple[LoadedModel, Tensors], text: Path, limit: int, goals: Sequence[GoalName]
-) -> Opened:
+) -> TextAndTensors:
     """Return what `search` works on. Raises `UserError` for a text that cannot be used."""
     from hetero.compiling.precision import SplitText
 
     loaded, tensors = model
     count = tensors.alone_count(int8=any(x != "bytes" for x in goals))
-    return Opened(loaded, tensors, SplitText.of(loaded, text, limit, count))
+    return TextAndTensors(loaded, tensors, SplitText.of(loaded, text, limit, count))
 
 
-def opened(model: str, text: Path, limit: int) -> Opened:
+def opened(model: str, text: Path, limit: int) -> TextAndTensors:
     """Return what `with_quality` works on. Raises `UserError` and `ModelError`."""
     from hetero.compiling.precision import open_tensors
 
@@ -77,7 +77,7 @@ def opened(model: str, text: Path, limit: int) -> Opened:
 
 
 def search(
-    budget: float, given: Opened, goals: Sequence[GoalName], profile: ProfileLike
+    budget: float, given: TextAndTensors, goals: Sequence[GoalName], profile: ProfileLike
 ) -> Searched:
     """Measure losses on a text and choose types for each goal.
 
@@ -133,7 +133,7 @@ def types_of(tensors: Tensors, choice: TypeChoice) -> dict[str, int]:
 
 
 def with_quality(
-    plan: ExecutionPlan, budget: float, given: Opened, profile: ProfileLike
+    plan: ExecutionPlan, budget: float, given: TextAndTensors, profile: ProfileLike
 ) -> ExecutionPlan:
     """Return the plan with what a budget of quality buys.
 

@@ -419,7 +419,7 @@ def open_tensors(model: str) -> tuple[LoadedModel, Tensors]:
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """What minimises a cost for a sum of losses."""
+    """The types that minimise a cost for a sum of losses."""
 
     kinds: dict[str, Kind]
     int8: bool
@@ -548,17 +548,17 @@ def least_cost(tensors: Tensors, losses: Losses, budget: float, goal: Goal) -> D
         if best is not None and least >= best.cost:
             break
         try:
-            found = cheapest_set(groups, budget).selection
+            selected = cheapest_set(groups, budget).selection
         except ValueError:  # inputs in int8 lose more than the budget, whatever the types
             continue
-        cost = layout.fixed + found.cost
+        cost = layout.fixed + selected.cost
         if best is not None and cost >= best.cost:
             continue
         names = [x for group, _ in layout.groups for x in group]
-        kinds = {x: tensors.options[x][i] for x, i in zip(names, found.chosen, strict=True)}
+        kinds = {x: tensors.options[x][i] for x, i in zip(names, selected.chosen, strict=True)}
         total = losses.total(kinds, int8=int8)
         others = {x: kinds[x] for x in tensors.smaller if kinds[x] is not tensors.options[x][0]}
-        best = Draft(others, int8, cost, total, found.gap)
+        best = Draft(others, int8, cost, total, selected.gap)
     assert best is not None, "the file's own types lose nothing"
     return best
 

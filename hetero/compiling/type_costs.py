@@ -1,4 +1,4 @@
-"""What a type for each tensor costs: bytes, or the predicted seconds of a step on a profile.
+"""Costs of a type for each tensor: bytes, or the predicted seconds of a step on a profile.
 
 Seconds are those of the solver's cost model. A step is computed by one device, by every core of a
 processor, or by several devices that share matmuls as the solver cuts them for uniform formats. A
@@ -310,7 +310,7 @@ class _Step:
 
 @dataclass(frozen=True, eq=False)
 class Goal:
-    """What is minimised: bytes, or the seconds of a step.
+    """Bytes, or the seconds of a step, as what is minimised.
 
     `times` may be None where bytes are, and then nothing is said of times.
     """

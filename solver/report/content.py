@@ -197,7 +197,7 @@ def memory(plan: Plan) -> TableData | None:
 
 
 def quality(plan: Plan) -> TableData | None:
-    """Return what a budget of quality buys, beside uniform types."""
+    """Return what a budget of quality buys, next to uniform types."""
     bought = plan.quality
     if bought is None:
         return None
@@ -217,7 +217,7 @@ def quality(plan: Plan) -> TableData | None:
     head = ("types", "tensors", "size", "KL, nats", "prompt", "decode step", "prompts on")
     note = (
         f"Types of tensors within a KL divergence of {bought.budget:g} nats a token, uniform types "
-        f"and other mixes beside them. {_kind(plan)} times of a prompt of {bought.prompt_tokens} "
+        f"and other mixes next to them. {_kind(plan)} times of a prompt of {bought.prompt_tokens} "
         f"tokens, and of a decode step after {bought.context}."
     )
     return TableData("What quality buys", head, rows, note, numbers=("size", "prompt"))
