@@ -34,6 +34,7 @@ from hetero.profiler.model_graph import MAX_LAYERS, ModelGraph, OpName
 from hetero.solver.errors import PlanError
 from hetero.solver.names import NamedStrategy
 from hetero.solver.prompt_calls import split
+from hetero.solver.quality_points import Quality
 
 Phase: TypeAlias = Literal["prefill", "decode"]
 Strategy: TypeAlias = Literal[
@@ -44,6 +45,10 @@ PrefillMode: TypeAlias = Literal["cut", "whole", "both"]  # of a prompt's calls 
 REPORT_KEY = "report"  # of a report's tables in JSON, next to the plan's own keys
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 STEP_TOKENS = 512  # of a call, where a plan holds for any token count
+ABSENT_IF_EMPTY: Final = (
+    "counts", "fastest", "experts", "npu_experts", "phases", "bands",
+    "fastest_answers", "quality",
+)  # fmt: skip
 # Sizes are int32 on devices; what is beyond these is no time and no size of anything.
 Start = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[int, Field(ge=1, lt=2**31)]
@@ -422,7 +427,7 @@ class Plan(_Record):
     whose are larger. `fastest` says where prompts and decode steps are fastest by their depth,
     single devices included, `phases` which devices compute them by this plan. `bands` are decode
     steps that move to other devices from a depth on, the depths rising, and `fastest_answers` where
-    they are fastest by depth.
+    they are fastest by depth. `quality` is what `--quality` buys.
     """
 
     schema_version: Literal[1] = 1
@@ -463,13 +468,13 @@ class Plan(_Record):
     prompt_layers: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     bands: Annotated[tuple[DecodeBand, ...], Field(max_length=16)] = ()
     fastest_answers: Annotated[tuple[FastestAnswers, ...], Field(max_length=16)] = ()
+    quality: Quality | None = None
 
     @model_serializer(mode="wrap")
     def _without_absent(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what only models have whose layers differ, and `fastest` where it is empty."""
         document: dict[str, Any] = serialise(self)
-        later = ("counts", "fastest", "experts", "npu_experts", "phases", "bands")
-        for key in (*later, "fastest_answers"):
+        for key in ABSENT_IF_EMPTY:
             if not document.get(key):
                 document.pop(key, None)
         if self.prompt_layers is None:

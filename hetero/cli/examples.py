@@ -31,6 +31,7 @@ hetero serve demo ./my-model --models-max 1    # loaded when a request names it
     "plan": """
 hetero plan llama-3-8b --profile snapdragon-8-gen-3 --report plan.html
 hetero plan ./my-model --explain qkv    # why this cut, and why not the others
+hetero plan f16.gguf --calibrate text.txt --quality 0.02    # what a loss of quality buys
 """,
     "profile": """
 hetero profile --quick    # a minute; a full one takes ten
@@ -53,6 +54,7 @@ hetero compile ./my-model --soc sm8650 --out bundle
 hetero quantize ./my-model --out small
 hetero quantize ./my-model --out small --calibrate text.txt    # 4 bits, chosen on a text
 hetero quantize f16.gguf --out small.gguf --calibrate text.txt --quality 0.02    # types by tensor
+hetero quantize f16.gguf --out fast.gguf --calibrate text.txt --quality 0.02 --objective prompt
 """,
     "warm": """
 hetero warm demo    # kernels, times and decision, before the first start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 
 from hetero.backends.formats import CacheFormat
 from hetero.cli.options import JsonOption, stderr
+from hetero.cli.quality_budget import TOKENS, QualityOption
 from hetero.errors import UserError
 from hetero.terminal import json_line
 
@@ -157,6 +159,17 @@ PrintArguments = Annotated[
 ]
 
 
+CalibrateOption = Annotated[
+    Path | None, typer.Option(help="With --quality: a text like those of the model's use.")
+]
+
+
+CalibrationTokens = Annotated[
+    int | None,
+    typer.Option(min=32, help="With --quality: read this much of it.", show_default=str(TOKENS)),
+]
+
+
 def plan_command(
     model: PlannedModel,
     profile: PlannedProfile = None,
@@ -189,6 +202,9 @@ def plan_command(
     experts: CountedExperts = None,
     weights: PlannedWeights = None,
     kv: PlannedCache = None,
+    quality: QualityOption = None,
+    calibrate: CalibrateOption = None,
+    calibration_tokens: CalibrationTokens = None,
     compare: Annotated[
         str | None, typer.Option(metavar="PROFILE", help="Another profile, or a saved plan.")
     ] = None,
@@ -200,12 +216,16 @@ def plan_command(
 ) -> None:
     """Find the best cut of every matmul of MODEL between GPU and NPU."""
     from hetero.arguments import parse_size
+    from hetero.cli.quality_budget import opened, with_quality
     from hetero.placement.planning import parse_lengths, planned, spec_on
     from hetero.placement.where_fastest import with_fastest
     from hetero.solver.expert_shares import Routing
     from hetero.solver.request import PlanRequest
     from hetero.terminal.notices import notify
 
+    asked = {"calibrate": calibrate, "calibration-tokens": calibration_tokens}
+    text = checked_quality(quality, asked, objective, print_args)
+    given = None if text is None else opened(model, text, calibration_tokens or TOKENS)
     lengths, length_weights = parse_lengths(seq_lens, "--seq-lens")
     request = PlanRequest(
         third=True,
@@ -231,6 +251,8 @@ def plan_command(
         return
     with stderr().status("solving"):
         finished = with_fastest(planned(spec, measured, request), spec, measured, request)
+    if quality is not None and given is not None:
+        finished = with_quality(finished, quality, given, measured)
     others = [] if compare is None else [other(compare, spec, request)]
     if out is not None:
         finished.save(out)
@@ -238,6 +260,32 @@ def plan_command(
         finished.report(report, compare=others)
         notify(f"{report} is written: open it in a browser")
     show_plan(finished, others, explain, as_json=as_json)
+
+
+def checked_quality(
+    quality: float | None,
+    asked: Mapping[str, object],
+    objective: ObjectiveChoice,
+    print_args: EngineChoice | None,
+) -> Path | None:
+    """Return the text of --quality.
+
+    Raises `UserError` for options that it needs, or that do not go with it.
+    """
+    from hetero.cli.quality_budget import check_budget
+
+    if quality is None:
+        if given := [name for name, value in asked.items() if value is not None]:
+            raise UserError(
+                f"--{given[0]} is for --quality: give --quality KL too, or leave it out"
+            )
+        return None
+    if objective is ObjectiveChoice.ENERGY:
+        raise UserError("--quality buys time and bytes: leave out --objective energy")
+    if print_args is not None:
+        raise UserError("--print-args makes no plan: leave out --quality")
+    calibrate = asked["calibrate"]
+    return check_budget(quality, calibrate if isinstance(calibrate, Path) else None)
 
 
 def show_arguments(
@@ -320,6 +368,7 @@ def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str |
         content.attention(plan),
         content.what_if(plan, others),
         content.memory(plan),
+        content.quality(plan),
     ):
         if table is not None:
             show(table, console)

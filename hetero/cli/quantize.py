@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,17 +10,40 @@ import typer
 
 from hetero.backends.formats import WeightFormat
 from hetero.cli.options import ModelArgument, progress_bar
+from hetero.cli.quality_budget import TOKENS, QualityOption
 from hetero.compiling.constants import DEFAULT_OUTLIERS
 from hetero.errors import UserError
 from hetero.terminal import printable
 
 if TYPE_CHECKING:
+    from hetero.compiling.precision import Tensors, TypeChoice
+    from hetero.compiling.type_costs import GoalName, StepTimes
     from hetero.models.calibration_record import Calibration
 
-QualityOption = Annotated[
-    float | None,
+
+class GoalChoice(StrEnum):
+    """Values of --objective."""
+
+    BYTES = "bytes"
+    PROMPT = "prompt"
+    DECODE = "decode"
+
+
+GoalOption = Annotated[
+    GoalChoice | None,
     typer.Option(
-        metavar="KL", help="Nats a token that may be lost: a type for each tensor of a GGUF file."
+        "--objective",
+        help="With --quality: the fewest bytes, or the least predicted time.",
+        show_default=GoalChoice.BYTES.value,
+    ),
+]
+TimesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="PROFILE",
+        help="With --quality: what predicts times, a file or a shipped name.",
+        show_default="this machine's",
     ),
 ]
 
@@ -45,8 +67,10 @@ def quantize_command(
     calibrate: Annotated[
         Path | None, typer.Option(help="A text like those of the model's use: 4 bits, w8a8.")
     ] = None,
-    calibration_tokens: Annotated[int, typer.Option(min=32, help="Read this much of it.")] = 4096,
+    calibration_tokens: Annotated[int, typer.Option(min=32, help="Read this much of it.")] = TOKENS,
     quality: QualityOption = None,
+    objective: GoalOption = None,
+    profile: TimesOption = None,
     outliers: Annotated[
         str | None,
         typer.Option(
@@ -61,7 +85,8 @@ def quantize_command(
 ) -> None:
     """Quantise MODEL once, into a directory that loads by memory mapping.
 
-    With --quality into a GGUF file: the fewest bytes whose KL divergence from MODEL stays below it.
+    With --quality into a GGUF file: the types whose KL divergence from MODEL stays below it that
+    take the fewest bytes or the least time.
     """
     from hetero.backends.formats import WeightFormat
     from hetero.backends.host.folders import expand_user
@@ -73,8 +98,13 @@ def quantize_command(
     if quality is not None:
         if weights is not None or outliers is not None:
             raise UserError("--quality chooses types itself: leave out --weights and --outliers")
-        write_within(quality, model, out, calibrate, calibration_tokens, overwrite)
+        goal = objective or GoalChoice.BYTES
+        asked = (model, out, calibrate, calibration_tokens)
+        write_within(quality, *asked, goal=goal, profile=profile, overwrite=overwrite)
         return
+    for option, value in (("objective", objective), ("profile", profile)):
+        if value is not None:
+            raise UserError(f"--{option} is for --quality: give --quality KL too, or leave it out")
     first, *others = stored_formats(weights or WeightFormat.W4A16)
     if outliers is not None:
         OutlierChoice.parse(outliers)
@@ -107,49 +137,73 @@ def quantize_command(
 
 
 def write_within(
-    budget: float, model: str, out: Path, calibrate: Path | None, limit: int, overwrite: bool
+    budget: float,
+    model: str,
+    out: Path,
+    calibrate: Path | None,
+    limit: int,
+    *,
+    goal: GoalChoice,
+    profile: str | None,
+    overwrite: bool,
 ) -> None:
     """Write a GGUF file whose divergence from MODEL on a text is within a budget.
 
     Raises `UserError` and `ModelError`.
     """
     from hetero.backends.host.folders import expand_user
+    from hetero.cli.quality_budget import check_budget, search, types_of, with_text
     from hetero.cli.tables import show_or_print
-    from hetero.compiling.precision import SplitText, choose, measured_kl, open_tensors
+    from hetero.compiling.precision import measured_kl, open_tensors
     from hetero.models.gguf import GgufFile
     from hetero.models.gguf.requantising import PREDICTED, check_copy, write_copy
-    from hetero.terminal.notices import notify
+    from hetero.models.gguf.tensors import INPUTS, INT8
 
-    if not 0 < budget < math.inf:
-        raise UserError(f"--quality must be a number of nats above 0, such as 0.01, got {budget:g}")
-    if calibrate is None:
-        raise UserError("--quality is measured on a text: give --calibrate TEXT too")
+    text = check_budget(budget, calibrate)
     loaded, tensors = open_tensors(model)
     file, target = tensors.weights.file, expand_user(out).resolve()
     check_copy(file, target, overwrite=overwrite)
-    text = SplitText.of(loaded, calibrate, limit, tensors.alone_count)
-    if stored := tensors.quantised():
-        notify(
-            f"{file.path} is quantised ({', '.join(stored)}): --quality counts from what it holds, "
-            "and not from the floats that it was made of"
-        )
-    with progress_bar("tensors alone") as alone:
-        losses = tensors.losses(text.alone, alone)
-    with progress_bar("together") as together:
-        precision = choose(tensors, losses, text.together, budget, together)
-    choice = precision.choice
+    name: GoalName = goal.value
+    given = with_text((loaded, tensors), text, limit, (name,))
+    searched = search(budget, given, (name,), profile)
+    choice = searched.precision.choice
+    entries: dict[str, float | str] = {PREDICTED: choice.kl}
+    entries |= {INPUTS: INT8} if choice.int8 else {}
     with progress_bar("quantising") as advance:
-        write_copy(file, target, choice.kinds, {PREDICTED: choice.kl}, advance)
-    measured, tokens = measured_kl(tensors.weights, choice.kinds, GgufFile(target), text.unseen)
-    counts = Counter(x.name for x in tensors.kinds(choice.kinds).values())
-    types = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+        write_copy(file, target, choice.kinds, entries, advance)
+    measured, tokens = measured_kl(tensors, choice, GgufFile(target), given.text.unseen)
+    types = ", ".join(f"{count} {name}" for name, count in types_of(tensors, choice).items())
     print(f"{out}: {choice.nbytes / 2**20:.1f} MiB ({types})")
+    if choice.int8:
+        print(
+            "it is computed with --weights gguf-a8 by default: inputs of matmuls are rounded to "
+            "int8 for all types of at most 6 bits"
+        )
     if choice.gap > WORTH_SAYING:
-        print(f"its bytes are at most {choice.gap:.2%} above the fewest")
-    show_or_print(precision.table(tensors.weight_count))
+        what = "bytes are" if goal is GoalChoice.BYTES else "time is"
+        print(f"its {what} at most {choice.gap:.2%} above the least")
+    by = None if name == "bytes" else name
+    show_or_print(searched.precision.table(tensors.weight_count, by))
     print(
         f"predicted KL {choice.kl:.3g}, measured {measured:.3g} nats a token over {tokens} tokens "
         "that were not used to choose"
+    )
+    if (times := searched.times) is not None:
+        print(times_against(times, tensors, choice))
+
+
+def times_against(times: StepTimes, tensors: Tensors, choice: TypeChoice) -> str:
+    """Return a line on the predicted times of a choice, and of the file that it is made of."""
+    from hetero.compiling.type_costs import PROMPT_TOKENS
+
+    own = {name: kinds[0] for name, kinds in tensors.options.items()}
+    before = {x: times.seconds(x, own, False) for x in times.layouts}
+    devices = " + ".join(choice.devices["prompt"]).upper()
+    return (
+        f"predicted time: a prompt of {PROMPT_TOKENS} tokens in "
+        f"{1e3 * choice.seconds['prompt']:.1f} ms on {devices} (as it was "
+        f"{1e3 * before['prompt']:.1f}), a token of an answer in "
+        f"{1e3 * choice.seconds['decode']:.2f} ms ({1e3 * before['decode']:.2f})"
     )
 
 

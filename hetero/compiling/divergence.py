@@ -1,5 +1,7 @@
 """KL divergence of a GGUF model some of whose tensors have other types, alone or together.
 
+A variant may also round the inputs of some matmuls to int8, as `gguf-a8` does.
+
 Variants run side by side with the model through its layers, on the same token sequences, in float32
 and otherwise in the arithmetic of `hetero.backends.reference`. A variant is the model itself until
 the first tensor in which they differ, so that a variant of a late tensor costs little, and each
@@ -8,7 +10,7 @@ layer's weights are read once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -17,7 +19,7 @@ import numpy.typing as npt
 from hetero.backends import ops
 from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import CONTEXT_PORTS, port_dtype, port_shape
-from hetero.backends.reference.compute import program
+from hetero.backends.reference.compute import program, quantized_activations
 from hetero.backends.weights import Float32Array
 from hetero.compiling.walk import Progress, Slots, drop_slots, fresh_slots, live_slots, role_of
 from hetero.models.gguf.float_rows import GgufRows
@@ -25,14 +27,16 @@ from hetero.models.gguf.kinds import Kind
 from hetero.models.gguf.requantising import rounded
 from hetero.models.gguf.tensors import GgufTensor
 from hetero.models.graph import model_graph
-from hetero.profiler.model_graph import Node
+from hetero.profiler.model_graph import Node, OpName
 from hetero.runtime.kernels import node_weights
 
 Float64Array: TypeAlias = npt.NDArray[np.float64]
 Variant: TypeAlias = Mapping[str, Kind]  # the tensors that are not as the model has them
-Kinds: TypeAlias = tuple[Kind | None, ...]  # of the tensors of a matrix
+# Of the tensors of a matrix: another type, and whether their input is rounded to int8.
+Kinds: TypeAlias = tuple[tuple[Kind | None, bool], ...]
 # A tensor's rows, in the order of the computation, in another type.
 Rows: TypeAlias = Callable[[GgufTensor, Float32Array, Kind], Float32Array]
+Multiply: TypeAlias = Callable[[Float32Array], Float32Array]
 # What is called with a matmul's tensor, its rows, and the model's inputs of all sequences.
 AtTensor: TypeAlias = Callable[[str, Float32Array, Sequence[Float32Array]], None]
 UNSCORED: Final = 4  # the first quarter of a sequence has little before it, and is not scored
@@ -46,12 +50,17 @@ def divergences(
     sequences: Sequence[Sequence[int]],
     variants: Sequence[Variant],
     *,
+    int8: Sequence[Set[str]] = (),
     rows: Rows = lambda _, values, kind: rounded(values, kind),
     at_tensor: AtTensor | None = None,
     progress: Progress | None = None,
 ) -> Float64Array:
-    """Return the divergence of each variant from the model at each scored token, in nats."""
-    return _SideBySide(weights, sequences, variants, rows, at_tensor, progress).run()
+    """Return the divergence of each variant from the model at each scored token, in nats.
+
+    `int8` are the tensors of each variant whose matmuls' inputs are rounded (empty: none).
+    """
+    inputs = list(int8) or [frozenset[str]()] * len(variants)
+    return _SideBySide(weights, sequences, variants, inputs, rows, at_tensor, progress).run()
 
 
 def matmul_tensors(weights: GgufRows) -> list[str]:
@@ -69,12 +78,30 @@ def end_tensors(weights: GgufRows) -> set[str]:
     return {x.name for node in ends for x in _sources(weights, node)}
 
 
-def operations(weights: GgufRows, variants: Sequence[Variant]) -> int:
+def planned_rows(weights: GgufRows) -> dict[str, tuple[OpName, int]]:
+    """Return the plan's name of each tensor's matmul, and how many of its rows are the tensor's."""
+    return {
+        source.name: (node.plan_op, source.shape[0])
+        for node in _nodes(weights, 1)
+        if node.plan_op is not None
+        for source in _sources(weights, node)
+    }
+
+
+def operations(
+    weights: GgufRows, variants: Sequence[Variant], int8: Sequence[Set[str]] = ()
+) -> int:
     """Return the floating-point operations of `divergences` for each token of a text."""
     total, forked = 0, set[int]()
+    inputs = list(int8) or [frozenset[str]()] * len(variants)
     for node in _nodes(weights, 1):
         names = {x.name for x in _sources(weights, node)}
-        forked |= {i for i, x in enumerate(variants) if not names.isdisjoint(x)}
+        multiplied = names if isinstance(node.op, ops.MatMul) else frozenset[str]()
+        forked |= {
+            i
+            for i, (x, y) in enumerate(zip(variants, inputs, strict=True))
+            if not (names.isdisjoint(x) and multiplied.isdisjoint(y))
+        }
         total += _flops(node) * (1 + len(forked))
     return max(total, 1)
 
@@ -101,6 +128,10 @@ def _flops(node: Node) -> int:
     return node.op.flops(1) if isinstance(node.op, ops.MatMul) else 0
 
 
+def _plain(sources: Sequence[GgufTensor]) -> Kinds:
+    return ((None, False),) * len(sources)
+
+
 class _SideBySide:
     """The model's states, `base`, and those of the variants that differ from it by now, `forks`.
 
@@ -112,15 +143,17 @@ class _SideBySide:
         weights: GgufRows,
         sequences: Sequence[Sequence[int]],
         variants: Sequence[Variant],
+        int8: Sequence[Set[str]],
         rows: Rows,
         at_tensor: AtTensor | None,
         progress: Progress | None,
     ) -> None:
-        self.weights, self.variants, self.rows, self.at_tensor = weights, variants, rows, at_tensor
+        self.weights, self.variants, self.int8 = weights, variants, int8
+        self.rows, self.at_tensor = rows, at_tensor
         self.nodes = _nodes(weights, max(len(x) for x in sequences))
         self.base = [fresh_slots(x) for x in sequences]
         self.forks: dict[int, list[Slots]] = {}
-        self.progress, self.done, self.total = progress, 0, operations(weights, variants)
+        self.progress, self.done, self.total = progress, 0, operations(weights, variants, int8)
 
     def run(self) -> Float64Array:
         """Return the divergences [variants, scored tokens]."""
@@ -139,8 +172,10 @@ class _SideBySide:
         if self.progress is not None:
             self.progress(min(100 * self.done // self.total, 100), 100)
 
-    def _kinds(self, sources: Sequence[GgufTensor], index: int) -> Kinds:
-        return tuple(self.variants[index].get(x.name) for x in sources)
+    def _kinds(self, node: Node, sources: Sequence[GgufTensor], index: int) -> Kinds:
+        kinds, int8 = self.variants[index], self.int8[index]
+        multiplied = isinstance(node.op, ops.MatMul)
+        return tuple((kinds.get(x.name), multiplied and x.name in int8) for x in sources)
 
     def _step(self, node: Node) -> None:
         sources = _sources(self.weights, node)
@@ -149,20 +184,19 @@ class _SideBySide:
             inputs = [x[node.slots["x"]] for x in self.base]
             for source, given in zip(sources, values, strict=True):
                 self.at_tensor(source.name, given, inputs)
-        plain: Kinds = (None,) * len(sources)
+        plain = _plain(sources)
         by_kinds: dict[Kinds, list[Slots]] = {plain: list(self.base)}
         for index in range(len(self.variants)):
-            kinds = self._kinds(sources, index)
+            kinds = self._kinds(node, sources, index)
             if kinds != plain and index not in self.forks:
                 self.forks[index] = [dict(x) for x in self.base]
             by_kinds.setdefault(kinds, []).extend(self.forks.get(index, ()))
         for kinds, states in by_kinds.items():
             match node.op:
                 case ops.MatMul():
-                    matrix = self._matrix(sources, values, kinds)
-                    self._multiply_all(node, matrix, states)
+                    self._multiply_all(node, self._multiply(node, sources, values, kinds), states)
                 case ops.Embed():
-                    self._embed(node, sources[0], kinds[0], states)
+                    self._embed(node, sources[0], kinds[0][0], states)
                 case _:
                     self._run(node, states)
 
@@ -181,9 +215,8 @@ class _SideBySide:
                 arrays[port] = state[slot]
             run(arrays)
 
-    def _multiply_all(self, node: Node, matrix: Float32Array, states: Sequence[Slots]) -> None:
+    def _multiply_all(self, node: Node, multiply: Multiply, states: Sequence[Slots]) -> None:
         """Multiply the inputs of many states at once, some thousand tokens at a time."""
-        multiply = self._multiply(node, matrix)
         each = max(1, TOKENS_AT_ONCE // max(len(x["tokens"]) for x in states))
         for start in range(0, len(states), each):
             some = states[start : start + each]
@@ -192,20 +225,28 @@ class _SideBySide:
             for state, part in zip(some, np.split(y, stops), strict=True):
                 state[node.slots["y"]] = part
 
-    def _matrix(
+    def _parts(
+        self, sources: Sequence[GgufTensor], values: Sequence[Float32Array], kinds: Kinds
+    ) -> list[tuple[Float32Array, bool]]:
+        """Return runs of the matrix's rows, and whether their input is rounded."""
+        parts: list[tuple[list[Float32Array], bool]] = []
+        for source, given, (kind, int8) in zip(sources, values, kinds, strict=True):
+            own = given if kind is None else self.rows(source, given, kind)
+            if parts and parts[-1][1] is int8:
+                parts[-1][0].append(own)
+            else:
+                parts.append(([own], int8))
+        return [(x[0] if len(x) == 1 else np.concatenate(x), int8) for x, int8 in parts]
+
+    def _multiply(
         self,
+        node: Node,
         sources: Sequence[GgufTensor],
         values: Sequence[Float32Array],
         kinds: Kinds,
-    ) -> Float32Array:
-        parts = [
-            given if kind is None else self.rows(source, given, kind)
-            for source, given, kind in zip(sources, values, kinds, strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def _multiply(self, node: Node, matrix: Float32Array) -> Callable[[Float32Array], Float32Array]:
+    ) -> Multiply:
         """Return x · Wᵀ + bias with the soft cap of a matmul."""
+        parts = self._parts(sources, values, kinds)
         op, role = node.op, role_of(node)
         assert isinstance(op, ops.MatMul)
         bias: Float32Array | None = None
@@ -215,7 +256,11 @@ class _SideBySide:
             bias = self.weights.model_vector(f"{role}_bias")
 
         def multiply(x: Float32Array) -> Float32Array:
-            y: Float32Array = x @ matrix.T
+            seen = {False: x}
+            if any(int8 for _, int8 in parts):
+                seen[True] = quantized_activations(x).astype(np.float32)
+            products = [seen[int8] @ part.T for part, int8 in parts]
+            y: Float32Array = products[0] if len(products) == 1 else np.concatenate(products, 1)
             if bias is not None:
                 y += bias
             return op.softcap * np.tanh(y / op.softcap) if op.softcap > 0 else y
@@ -237,15 +282,14 @@ class _SideBySide:
     def _head(self, node: Node) -> Float64Array:
         sources = _sources(self.weights, node)
         values = [x.rows(0, x.shape[0]) for x in sources]
-        plain: Kinds = (None,) * len(sources)
-        model = self._multiply(node, self._matrix(sources, values, plain))
+        model = self._multiply(node, sources, values, _plain(sources))
         by_kinds: dict[Kinds, list[int]] = {}
         for index in range(len(self.variants)):
-            by_kinds.setdefault(self._kinds(sources, index), []).append(index)
+            by_kinds.setdefault(self._kinds(node, sources, index), []).append(index)
         hidden = self._scored(self.base, node)
         lost = np.zeros((len(self.variants), len(hidden)))
         for kinds, indices in by_kinds.items():
-            own = self._multiply(node, self._matrix(sources, values, kinds))
+            own = self._multiply(node, sources, values, kinds)
             given = {i: self._scored(self.forks.get(i, self.base), node) for i in indices}
             for start in range(0, len(hidden), HEAD_ROWS):
                 part = slice(start, start + HEAD_ROWS)

@@ -196,6 +196,33 @@ def memory(plan: Plan) -> TableData | None:
     return TableData("Memory", ("weights", "size"), tuple(rows), note)
 
 
+def quality(plan: Plan) -> TableData | None:
+    """Return what a budget of quality buys, next to uniform types."""
+    bought = plan.quality
+    if bought is None:
+        return None
+    points = sorted((*bought.choices, *bought.frontier), key=lambda x: x.prompt_s)
+    rows = tuple(
+        (
+            x.name,
+            ", ".join(f"{count} {name}" for name, count in x.types.items()),
+            units.size(x.weight_bytes),
+            f"{x.kl:.3g} ({'measured' if x.measured else 'predicted'})",
+            units.duration(x.prompt_s),
+            units.duration(x.decode_s),
+            " + ".join(x.prompt_devices).upper(),
+        )
+        for x in points
+    )
+    head = ("types", "tensors", "size", "KL, nats", "prompt", "decode step", "prompts on")
+    note = (
+        f"Types of tensors within a KL divergence of {bought.budget:g} nats a token, uniform types "
+        f"and other mixes next to them. {_kind(plan)} times of a prompt of {bought.prompt_tokens} "
+        f"tokens, and of a decode step after {bought.context}."
+    )
+    return TableData("What quality buys", head, rows, note, numbers=("size", "prompt"))
+
+
 def alternatives(plan: Plan) -> Iterator[TableData]:
     """Yield why the others lost, for each matmul."""
     for op in plan.ops:
@@ -333,6 +360,6 @@ def name(plan: Plan) -> str:
 def tables(plan: Plan, others: Sequence[Plan]) -> Iterator[TableData]:
     """Yield all tables but the alternatives, in the order of the report."""
     first = (gains(plan), what_if(plan, others), modes(plan), operators(plan), attention(plan))
-    for table in (*first, curves(plan), memory(plan), front(plan)):
+    for table in (*first, curves(plan), memory(plan), front(plan), quality(plan)):
         if table is not None:
             yield table

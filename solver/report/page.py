@@ -47,7 +47,10 @@ def to_html(plan: Plan, others: Sequence[Plan] = ()) -> str:
             for t in plan.totals
         ],
         first=_tables(
-            fastest_table.table(plan), content.gains(plan), content.what_if(plan, others)
+            fastest_table.table(plan),
+            content.gains(plan),
+            content.what_if(plan, others),
+            content.quality(plan),
         ),
         legend=drawings.LEGEND_OF_THREE if any(x.cpu_s for x in plan.ops) else drawings.LEGEND,
         lanes=[bars for t in pictured if (bars := drawings.block(plan, t)) is not None],

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hetero import LLM
 from hetero.compiling.divergence import UNSCORED, divergences, end_tensors, kl, matmul_tensors
+from hetero.compiling.precision import Tensors
 from hetero.generation.sampling import log_softmax
 from hetero.models.gguf import GgufFile
 from hetero.models.gguf.float_rows import GgufRows
@@ -86,6 +87,26 @@ def test_variants_run_side_by_side_as_they_do_alone(tmp_path: Path) -> None:
     for name, tensors in (("tied", {}), ("own", {"output.weight": head})):
         path = write_tiny(tmp_path / f"{name}.gguf", tensors=tensors)
         check_divergences(path, tmp_path, 260)
+
+
+def test_inputs_in_int8_are_those_of_the_engine(tmp_path: Path) -> None:
+    """Tensors of at most 6 bits round theirs, others of the same matmul do not."""
+    source = GgufRows(GgufFile(write_tiny(tmp_path / "f.gguf")))
+    kinds = dict.fromkeys(matmul_tensors(source), Kind.Q4_1)
+    kinds |= {"blk.0.attn_k.weight": Kind.Q8_0, "blk.0.ffn_up.weight": Kind.F16}
+    write_copy(source.file, tmp_path / "m.gguf", kinds)
+    tensors = Tensors.of(GgufRows(GgufFile(tmp_path / "m.gguf")))
+    rounded = tensors.int8_inputs({})
+    assert "blk.0.attn_q.weight" in rounded
+    assert rounded.isdisjoint({"blk.0.attn_k.weight", "blk.0.ffn_up.weight"})
+    tokens = np.random.default_rng(4).integers(3, 260, 40).tolist()
+    lost = divergences(tensors.weights, [tokens], [{}, {}], int8=[rounded, frozenset()])
+    assert not lost[1].any()
+    exact = logits(tmp_path / "m.gguf", tokens)
+    with LLM(str(tmp_path / "m.gguf"), device="npu", weights="gguf-a8", kv="f32") as llm:
+        wanted = exact_kl(exact, llm.logits(tokens))[len(tokens) // UNSCORED :]
+    assert wanted.mean() > 1e-6
+    assert np.abs(lost[0] - wanted).mean() < 0.05 * wanted.mean()
 
 
 @pytest.mark.full

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from hetero import LLM
 from hetero.cli import app as cli
-from hetero.compiling.divergence import divergences
+from hetero.compiling.divergence import UNSCORED, divergences, kl
 from hetero.compiling.precision import SplitText, Tensors, Together, choose
 from hetero.errors import UserError
-from hetero.models import open_model
+from hetero.models import default_weights, open_model
 from hetero.models.gguf import GgufFile
 from hetero.models.gguf.float_rows import GgufRows
 from hetero.models.gguf.kinds import Kind
-from hetero.models.gguf.requantising import WRITTEN
+from hetero.models.gguf.requantising import WRITTEN, write_copy
 from tests.models.gguf_files import convert, write_tiny
 
 WITHIN = 0.25  # of what was measured
@@ -30,7 +30,7 @@ FACTORS = st.lists(st.tuples(st.floats(0.01, 3), st.floats(0.5, 2)), min_size=1,
 
 def run(*words: str) -> int:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["quantize", *words])
+        cli.main(["quantize", *words, "--profile", "host"])
     return ended.value.code  # type: ignore[return-value]
 
 
@@ -68,7 +68,7 @@ def test_parts_of_a_text_do_not_overlap(tmp_path: Path) -> None:
 def test_losses_that_were_not_measured_are_near(tmp_path: Path) -> None:
     tensors = Tensors.of(GgufRows(GgufFile(write_tiny(tmp_path / "m.gguf"))))
     texts = [tokens(1), tokens(2)]
-    losses = tensors.losses(texts)
+    losses = tensors.losses(texts).floats
     assert losses.keys() == tensors.smaller.keys()
     for name, by_kind in losses.items():
         assert tuple(sorted(by_kind, key=WRITTEN.index)) == tensors.smaller[name] == WRITTEN
@@ -76,6 +76,25 @@ def test_losses_that_were_not_measured_are_near(tmp_path: Path) -> None:
         measured = divergences(tensors.weights, texts, variants).mean(axis=1)
         guessed = [by_kind[kind] for kind in WRITTEN[:-1]]
         assert guessed == pytest.approx(measured, rel=0.5)
+
+
+def test_losses_of_rounded_inputs_are_near(tmp_path: Path) -> None:
+    """Each tensor alone in a type, its input in int8: the head by measuring, others by scaling."""
+    source = GgufRows(GgufFile(write_tiny(tmp_path / "f.gguf")))
+    kinds = dict.fromkeys(Tensors.of(source).smaller, Kind.Q5_1)
+    write_copy(source.file, tmp_path / "m.gguf", kinds)
+    tensors = Tensors.of(GgufRows(GgufFile(tmp_path / "m.gguf")))
+    texts = [tokens(1), tokens(2)]
+    losses = tensors.losses(texts, int8=True)
+    for name, types in tensors.options.items():
+        assert types[0] is Kind.Q5_1
+        assert losses.of(name, Kind.Q5_1, int8=False) == 0.0
+        variants = [{name: kind} for kind in types]
+        inputs = [frozenset({name})] * len(types)
+        measured = divergences(tensors.weights, texts, variants, int8=inputs).mean(axis=1)
+        guessed = [losses.of(name, kind, int8=True) for kind in types]
+        assert guessed == pytest.approx(measured, rel=0.6)
+        assert all(x > 0 for x in guessed)
 
 
 def test_more_budget_is_fewer_bytes(tmp_path: Path) -> None:
@@ -122,6 +141,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert predicted <= 0.02
     assert predicted == pytest.approx(measured, rel=WITHIN)
     assert "| Q4_0 |" in shown.out
+    assert "predicted time: a prompt of 256 tokens in" in shown.out
     assert "is quantised" not in shown.err
     assert out.stat().st_size < path.stat().st_size / 3
     with LLM(str(out), device="npu") as llm:
@@ -132,6 +152,29 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     again = (str(out), "--out", str(tmp_path / "x.gguf"), "--calibrate", str(text))
     assert run(*again, "--quality", "0.2") == 0
     assert "is quantised (" in capsys.readouterr().err
+
+
+def test_the_command_for_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file says that its inputs are int8, and the engine's answers diverge as measured."""
+    path, out, text = (tmp_path / x for x in ("m.gguf", "out.gguf", "text"))
+    write_tiny(path)
+    text.write_text("".join(np.random.default_rng(0).choice(list("abcdefgh "), 1200)))
+    words = (str(path), "--out", str(out), "--calibrate", str(text), "--quality", "0.05")
+    assert run(*words, "--objective", "prompt") == 0
+    shown = capsys.readouterr().out
+    predicted, measured = printed_kl(shown)
+    assert predicted <= 0.05
+    assert predicted == pytest.approx(measured, rel=WITHIN)
+    assert "| fastest prompt, int8 inputs |" in shown
+    assert default_weights(out) in ("gguf-a8", "w4a8")
+    times = [float(row.split("|")[4]) for row in re.findall(r"^\| [fmaQF].*$", shown, re.MULTILINE)]
+    assert times == sorted(times)
+    sequence = open_model(path, weights="f32").encode(text.read_text())[-64:]
+    with LLM(str(path), device="npu", weights="f32", kv="f32") as exact:
+        wanted = exact.logits(sequence)
+    with LLM(str(out), device="npu", kv="f32") as chosen:
+        lost = kl(wanted, chosen.logits(sequence))
+    assert lost[len(lost) // UNSCORED :].mean() == pytest.approx(measured, rel=0.5)
 
 
 @pytest.mark.full

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero.solver import knapsack
-from hetero.solver.knapsack import Alternative, cheapest, least_loss
+from hetero.solver.knapsack import (
+    Alternative,
+    Setting,
+    cheapest,
+    cheapest_set,
+    least_loss,
+    lower_bound,
+)
 
 ITEMS = st.lists(
     st.lists(
@@ -79,3 +86,68 @@ def test_many_items_are_chosen_within_the_gap_that_is_named(seed: int) -> None:
         assert thin.loss <= budget
         assert thin.bound <= exact.cost <= thin.cost
         assert 0 < thin.gap < 0.01
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> list[list[Setting]]:
+    """Return groups of items whose costs, not losses, depend on the group's setting."""
+    made = []
+    for _ in range(draw(st.integers(0, 3))):
+        losses = draw(
+            st.lists(st.lists(st.sampled_from([0, 0.25, 1, 3]), min_size=1, max_size=3), max_size=2)
+        )
+        settings = draw(st.integers(1, 3))
+        made.append(
+            [
+                Setting(
+                    draw(st.integers(0, 5)),
+                    [[Alternative(draw(st.integers(0, 9)), x) for x in item] for item in losses],
+                )
+                for _ in range(settings)
+            ]
+        )
+    return made
+
+
+@settings(deadline=None)
+@given(sets=groups(), budget=st.floats(0, 12))
+def test_no_setting_of_the_groups_is_cheaper(sets: list[list[Setting]], budget: float) -> None:
+    costs = [
+        sum(x.cost for x in chosen) + sum(x.cost for x in way)
+        for chosen in itertools.product(*sets)
+        for way in itertools.product(*(item for setting in chosen for item in setting.items))
+        if math.fsum(x.loss for x in way) <= budget
+    ]
+    if not costs:
+        with pytest.raises(ValueError, match="within the budget"):
+            cheapest_set(sets, budget)
+        return
+    best = cheapest_set(sets, budget)
+    picked = [group[i] for group, i in zip(sets, best.settings, strict=True)]
+    items = [item for setting in picked for item in setting.items]
+    ways = [item[i] for item, i in zip(items, best.selection.chosen, strict=True)]
+    assert best.selection.cost == min(costs)
+    assert best.selection.cost == sum(x.cost for x in picked) + sum(x.cost for x in ways)
+    assert math.fsum(x.loss for x in ways) <= budget
+    assert best.selection.gap == 0
+    assert lower_bound(sets, budget) <= min(costs) + 1e-9
+
+
+def test_settings_that_are_not_tried_are_in_the_gap() -> None:
+    rng = np.random.default_rng(0)
+    losses = rng.lognormal(-7, 1, (6, 8, 3))
+    sets = [
+        [
+            Setting(
+                0.0,
+                [[Alternative(float(rng.uniform(1, 2)), float(y)) for y in x] for x in item],
+            )
+            for _ in range(4)
+        ]
+        for item in losses
+    ]
+    exact = cheapest_set(sets, 0.05)
+    assert exact.selection.gap < 1e-9
+    with patch.object(knapsack, "MAX_TRIES", 1):
+        thin = cheapest_set(sets, 0.05)
+    assert thin.selection.bound <= exact.selection.cost <= thin.selection.cost

@@ -21,7 +21,7 @@ from hetero.backends.weights import Float32Array
 from hetero.errors import ModelError
 from hetero.models.gguf.file import DEFAULT_ALIGNMENT, GgufFile
 from hetero.models.gguf.kinds import SIZES, Kind
-from hetero.models.gguf.tensors import GgufTensor, rows_of
+from hetero.models.gguf.tensors import INPUTS, GgufTensor, rows_of
 from hetero.models.packing import check_finite
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -101,7 +101,7 @@ def write_copy(
     file: GgufFile,
     out: Path,
     kinds: Mapping[str, Kind],
-    entries: Mapping[str, float] | None = None,
+    entries: Mapping[str, float | str] | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Write a model to one file, some tensors in other types, the others byte by byte.
@@ -116,7 +116,8 @@ def write_copy(
             try:
                 _copy_metadata(file, writer, kinds)
                 for name, value in (entries or {}).items():
-                    writer.add_float32(name, value)
+                    add = writer.add_string if isinstance(value, str) else writer.add_float32
+                    add(name, value)  # type: ignore[arg-type]
                 _write_tensors(file, writer, kinds, progress)
             finally:
                 writer.close()
@@ -133,7 +134,8 @@ def write_copy(
 
 def _copy_metadata(file: GgufFile, writer: _Writer, kinds: Mapping[str, Kind]) -> None:
     for name, field in gguf.GGUFReader(file.path).fields.items():
-        own = name.startswith(("GGUF.", "split.")) or name in (_FILE_TYPE, _VERSION, PREDICTED)
+        ours = (_FILE_TYPE, _VERSION, PREDICTED, INPUTS)
+        own = name.startswith(("GGUF.", "split.")) or name in ours
         if own or name == "general.architecture":
             continue
         value = _Verbatim(b"".join(part.tobytes() for part in field.parts[2:]))

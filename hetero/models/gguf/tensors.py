@@ -32,6 +32,8 @@ FLOATS: Final[dict[Kind, np.dtype[Any]]] = {
     Kind.F16: np.dtype("<f2"),
     Kind.BF16: np.dtype(ml_dtypes.bfloat16),
 }
+INPUTS: Final = "hetero.quantize.inputs"  # an entry of files that `hetero quantize` wrote
+INT8: Final = "int8"
 ROUTER: Final = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")  # and a shared expert's gate
 # What the library dequantises and people use; the others would be a guess.
 QUANTISED: Final = (*block_types.STORED, Kind.Q2_K)
@@ -62,8 +64,9 @@ def default_format(file: GgufFile) -> WeightFormat:
     """Return the format that keeps a file's numbers.
 
     It is that of the file's one type of matrices, if we have it; w4a16 of floats. (Routers of
-    experts are always floats.)
+    experts are always floats.) A file whose types were chosen for inputs of int8 says so.
     """
+    int8 = file.metadata.get(INPUTS) == INT8
     kinds = {
         info.kind
         for name, info in file.tensors.items()
@@ -71,9 +74,11 @@ def default_format(file: GgufFile) -> WeightFormat:
     }
     if kinds == {Kind.Q8_0}:
         return WeightFormat.W8A16
-    if kinds == {Kind.Q4_0} or kinds <= FLOATS.keys():
+    if kinds == {Kind.Q4_0}:
+        return WeightFormat.W4A8 if int8 else WeightFormat.W4A16
+    if kinds <= FLOATS.keys():
         return WeightFormat.W4A16
-    return WeightFormat.GGUF_A16
+    return WeightFormat.GGUF_A8 if int8 else WeightFormat.GGUF_A16
 
 
 @dataclass
