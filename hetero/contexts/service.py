@@ -149,14 +149,17 @@ class Service(Closing):
             slots = SlotPool(first, lambda: slot(self.llm.new_context()), parallel)
             self._slots = opened(closing(slots))
             self._apps: dict[str, App] = {}
-            self.ahead: ReadAhead | None = None
-            if read_ahead:
-                cached = partial(map, attrgetter("working.cached_time"), self._slots)
-                ahead = ReadAhead(self.memory, codec, self._files, self.swap, cached)
-                self.ahead = self._lock.idle_work = opened(closing(ahead))
+            self.ahead = self._reading_ahead() if read_ahead else None
         except BaseException:
             self.close()
             raise
+
+    def _reading_ahead(self) -> ReadAhead:
+        """Return the thread that reads between calls, which pause it."""
+        cached = partial(map, attrgetter("working.cached_time"), self._slots)
+        ahead = ReadAhead(self.memory, self._codec, self._files, self.swap, cached)
+        self._lock.idle_work = self._closers.enter_context(closing(ahead))
+        return ahead
 
     def _slot(self, active: Context, *, ranks: bool, **options: Any) -> Slot:
         """Return a slot that streams on a context, with scores of its chunks where these `ranks`.

@@ -1,8 +1,8 @@
 """A thread that reports native calls which do not return, because Python cannot end them.
 
 Waits for a device have a deadline, and its error names the kernel. A call of ONNX Runtime or QNN,
-or the driver's own wait (`--sync event`, `finish`), keeps the control thread until it returns, and
-has no timeout. Where one hangs only its process can be ended.
+or the driver's own wait (`--sync event`, `finish`, `copy`), keeps the control thread until it
+returns, and has no timeout. Where one hangs only its process can be ended.
 """
 
 from __future__ import annotations
