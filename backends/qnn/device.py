@@ -236,7 +236,7 @@ class QnnDevice(Device, SupportsGroups):
     ) -> kernels.QnnKernel:
         each = catalog.each_expert(op, weights)
         of_experts = [self._sessions(catalog.alone(op), own) for own in each]
-        return expert_kernel.ExpertsKernel(
+        return expert_kernel.QnnExpertsKernel(
             self._host,
             op,
             lambda i, m: of_experts[i](m),

@@ -40,7 +40,7 @@ class ExpertRows(NamedTuple):
 Rooms = dict[tuple[int, int], ExpertRows]
 
 
-class ExpertsKernel(QnnKernel):
+class QnnExpertsKernel(QnnKernel):
     """Gathers each expert's tokens, and runs them in the smallest graph that holds them.
 
     `rooms` has the rows of a graph, one for all layers.

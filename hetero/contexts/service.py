@@ -131,19 +131,14 @@ class Service(Closing):
             self.disk = ByteBudget(parse_size(context_disk), "context_disk")
             self._unbound = UnboundApps(self._directory.path / "apps", self.disk)
             self.memory = ChunkMemory(memory, eviction)
-            rates = self._directory.read(rates_of)
             self.compression = Compression(kv_bits, kv_ratio, kv_rule, codec)
             swapping = SwapOut(self.memory, codec, self._files, self.disk, self._unbound, when=swap)
             self.swap = opened(closing(swapping))
             self._codec = codec
             slot = partial(
-                self._slot,
-                ranks=self.compression.ranks,
-                rates=rates,
-                recompute=recompute,
-                decoder=SharedDecoder(decoder),
-                times=CallTimes(),
-            )
+                self._slot, decoder=SharedDecoder(decoder), times=CallTimes(),
+                rates=self._directory.read(rates_of), recompute=recompute,
+            )  # fmt: skip
             first = slot(self._active)
             self._working = opened(closing(first.working))
             slots = SlotPool(first, lambda: slot(self.llm.new_context()), parallel)
@@ -161,12 +156,9 @@ class Service(Closing):
         self._lock.idle_work = self._closers.enter_context(closing(ahead))
         return ahead
 
-    def _slot(self, active: Context, *, ranks: bool, **options: Any) -> Slot:
-        """Return a slot that streams on a context, with scores of its chunks where these `ranks`.
-
-        `options` are those of its working set.
-        """
-        if ranks:
+    def _slot(self, active: Context, **options: Any) -> Slot:
+        """Return a slot that streams on a context; `options` are those of its working set."""
+        if self.compression.ranks:
             active.score_stats = ScoreStats(self.llm.max_seq_len)
         kind = StatefulWorkingSet if active.cache.layout.states else WorkingSet
         working = kind(
