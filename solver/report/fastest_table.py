@@ -41,10 +41,10 @@ def answers(plan: Plan) -> tuple[str, ...]:
 
 
 def _beyond(plan: Plan) -> str:
-    """Return what each gain is more than."""
-    return ", each by more than " + (
-        "predictions are off on average" if plan.errors else f"the margin of {plan.margin:.0%}"
-    )
+    """Return what each gain is more than; nothing of a plan that was made by hand."""
+    if plan.errors:
+        return ", each by more than predictions are off on average"
+    return "" if plan.margin is None else f", each by more than the margin of {plan.margin:.0%}"
 
 
 def _by(gain: float | None) -> str:

@@ -37,7 +37,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_files.write_gguf(work / "model.gguf")
     save(open_model(work / "model").weights, work / "quantised")
     (work / "empty").mkdir()
-    for name, text in {"nothing": "", "few": "the", "words": "the cat " * 30}.items():
+    for name, text in {"nothing": "", "few": "the", "words": "the cat " * 60}.items():
         (work / name).write_text(text, encoding="utf-8")
     return work
 
