@@ -154,6 +154,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "is quantised (" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_the_command_for_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The file says that its inputs are int8, and the engine's answers diverge as measured."""
     path, out, text = (tmp_path / x for x in ("m.gguf", "out.gguf", "text"))

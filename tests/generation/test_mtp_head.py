@@ -170,6 +170,7 @@ def test_a_file_guesses_as_its_directory_to_the_bit(
     np.testing.assert_array_equal(*found)
 
 
+@pytest.mark.full
 def test_a_head_reads_the_last_tokens_at_first_and_all_when_it_was_right(
     checkpoint: tuple[Path, Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,6 +320,7 @@ def test_answers_at_once_have_texts_of_the_head_each(plain: LLM, guessed: LLM) -
     assert [answers[i] for i in range(len(prompts))] == wanted
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("taken", [1, 2, 5])
 def test_an_answer_that_is_left_leaves_no_guess(plain: LLM, guessed: LLM, taken: int) -> None:
     stream = guessed.stream(PROMPT, max_tokens=40)
@@ -330,6 +332,7 @@ def test_an_answer_that_is_left_leaves_no_guess(plain: LLM, guessed: LLM, taken:
     assert again.tokens == plain.generate(text, max_tokens=12).tokens
 
 
+@pytest.mark.full
 def test_an_interruption_of_a_guess_leaves_the_answers(
     plain: LLM, guessed: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +352,7 @@ def test_an_interruption_of_a_guess_leaves_the_answers(
     assert guessed.generate(PROMPT, max_tokens=30).tokens == wanted
 
 
+@pytest.mark.full
 def test_the_end_of_the_context_ends_the_answer(plain: LLM, guessed: LLM) -> None:
     prompt = (PROMPT * 20)[:250]
     answer = guessed.generate(prompt, max_tokens=50)
@@ -356,6 +360,7 @@ def test_the_end_of_the_context_ends_the_answer(plain: LLM, guessed: LLM) -> Non
     assert answer.tokens == plain.generate(prompt, max_tokens=50).tokens
 
 
+@pytest.mark.full
 def test_a_head_that_guesses_nothing_is_asked_rarely(
     checkpoint: tuple[Path, Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
