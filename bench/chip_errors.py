@@ -113,9 +113,9 @@ def within(rows: Sequence[Row]) -> list[list[str]]:
         groups[row.unit, row.engine, row.phase][row.chip, row.context].append(row)
     lines = []
     for key, cells in groups.items():
-        found = [[float(x) for x in quantiles(own, key[2])[:2]] for own in cells.values()]
-        kept = [sum(x[i] <= bound for x in found) for i, bound in enumerate((MEDIAN, NINTH))]
-        lines.append([*key, *(f"{x} of {len(found)}" for x in kept)])
+        errors = [[float(x) for x in quantiles(own, key[2])[:2]] for own in cells.values()]
+        kept = [sum(x[i] <= bound for x in errors) for i, bound in enumerate((MEDIAN, NINTH))]
+        lines.append([*key, *(f"{x} of {len(errors)}" for x in kept)])
     return lines
 
 

@@ -36,15 +36,15 @@ class PreparedThree:
     def __init__(self, planner: Planner, plan: ExecutionPlan) -> None:
         self.plan = plan.model_copy(update={"step_sizes": ()})
         self.rows: dict[OpName, tuple[int, ...]] = {
-            name: held.cuts for name, held in plan.residency.items()
+            name: rows.cuts for name, rows in plan.residency.items()
         }
         counts = {x.heads.npu for x in plan.attention if x.heads.shared}
         self.npu_head_counts = tuple(sorted(counts))
         cuts = dict.fromkeys(planner.names(unfused=True), ()) | self.rows
         self._planner = planner.with_rows(cuts).with_heads(self.npu_head_counts)
         self._resident = {
-            name: ResidentRows(held.npu_rows, self._gpu_from(name, held.gpu_from))
-            for name, held in plan.residency.items()
+            name: ResidentRows(rows.npu_rows, self._gpu_from(name, rows.gpu_from))
+            for name, rows in plan.residency.items()
         }
         spans: dict[OpName, set[tuple[int, int]]] = defaultdict(set)
         for op in plan.ops:

@@ -119,8 +119,8 @@ def _cpu_times(space: MatMulSpace, m: int, spans: Spans | None) -> Floats:
     rows = space.rows[:-1]
     counts = rows[None, :] - rows[:, None]
     if spans is not None:
-        held = [[(a, b) in spans for b in rows.tolist()] for a in rows.tolist()]
-        counts = np.where(held, counts, 0)
+        prepared = [[(a, b) in spans for b in rows.tolist()] for a in rows.tolist()]
+        counts = np.where(prepared, counts, 0)
     sizes, places = np.unique(np.maximum(counts, 0), return_inverse=True)
     seconds = space.kernels.table("cpu", [m], sizes, space.k).seconds[0]
     return np.where(counts > 0, seconds[places.reshape(counts.shape)], INF)

@@ -158,15 +158,15 @@ def phase_rows(about: list[str], times: dict[str, Times]) -> list[list[str]]:
 
 
 def below(rows: list[list[str]]) -> list[str]:
-    """What reaches less than `LEAST`, a sentence each."""
-    found = []
+    """Return what reaches less than `LEAST`, a sentence each."""
+    missed = []
     for *about, best, _, _, auto, alone, both in rows:
         where = f"{about[0]}, {about[1]}, {about[2]} and {about[3]} tokens, {about[4]}"
         if float(auto) < LEAST:
-            found.append(f"{where}: auto reaches {auto} of {best}")
+            missed.append(f"{where}: auto reaches {auto} of {best}")
         if float(both) < LEAST:
-            found.append(f"{where}: hetero reaches {both} of the {alone} alone")
-    return found
+            missed.append(f"{where}: hetero reaches {both} of the {alone} alone")
+    return missed
 
 
 def phases(

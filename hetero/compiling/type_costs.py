@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -316,7 +316,7 @@ class Goal:
     """
 
     name: GoalName = "bytes"
-    times: StepTimes | None = field(default=None)
+    times: StepTimes | None = None
 
     @property
     def activations(self) -> tuple[bool, ...]:

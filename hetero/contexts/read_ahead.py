@@ -19,7 +19,7 @@ from hetero.contexts.chunk_format import ChunkError
 from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk
 from hetero.contexts.codec import STATES, ChunkCodec, Codes
-from hetero.contexts.eviction import lctru
+from hetero.contexts.eviction import victims
 from hetero.contexts.swap_out import SwapOut, stalled
 
 BATCH: Final = 16  # chunks that are read in one go
@@ -172,5 +172,5 @@ class ReadAhead:
 
 def _evictable(chunks: Iterable[Chunk], cached: set[int]) -> list[tuple[bool, Chunk]]:
     """Return written chunks in the order to evict them, and whether their text is cached."""
-    there = [x for x in chunks if x.codes is not None and not x.pins and x.place is not None]
-    return sorted(((x.used in cached, x) for x in there), key=lambda x: (not x[0], lctru(x[1])))
+    written = ((x.used in cached, x) for x in victims(chunks, "lctru") if x.place is not None)
+    return sorted(written, key=lambda x: not x[0])

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
-from typing import Final, Literal, Protocol
+from typing import Final, Protocol
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import DEFAULT_CACHE, CacheFormat
@@ -21,8 +21,7 @@ from hetero.placement import decisions
 from hetero.placement.choice import Choice, PlacementRequest
 from hetero.placement.choosing import choose
 from hetero.placement.device_set import DRIVEN, DeviceSet, control_core
-from hetero.placement.device_times import DeviceTimes
-from hetero.placement.phase_choice import PhaseChoice
+from hetero.placement.phase_choice import PhaseChoice, kind_of
 from hetero.runtime.engine import Engine
 from hetero.runtime.executor import nothing
 from hetero.solver.execution_plan import ExecutionPlan
@@ -136,15 +135,16 @@ class EarlyLoader(ModelLoader):
         named = not self._options.adapt or self.devices.numbers != "measured"
         if named or len(alone) < 2 or len(devices) > 1 or devices[0].on_host:
             return
-        if self.devices.name(_kind(alone[0])) is None:  # another one, for it could not be opened
+        here, other = (kind_of(x.device_set) for x in alone)
+        if self.devices.name(here) is None:  # another one, for it could not be opened
             return
         before = self.choice
 
         def prepare() -> LatePlan:
-            choice, name = _other(before, watch), _kind(alone[1])
-            named = {"device": name, "gpu": choice.gpu or self._options.gpu}
+            choice = _other(before, watch)
+            named = {"device": other, "gpu": choice.gpu or self._options.gpu}
             question = self._question(**named, profile=None, experts=None)
-            return LatePlan(engine, question, lambda: choice, moved, here=_kind(alone[0]))
+            return LatePlan(engine, question, lambda: choice, moved, here=here)
 
         def moved(choice: Choice) -> None:
             self._move(engine, key, choice)
@@ -174,11 +174,6 @@ class EarlyLoader(ModelLoader):
         self.moved()
 
 
-def _kind(times: DeviceTimes) -> Literal["gpu", "npu"]:
-    """Return the kind of a single device."""
-    return "npu" if times.device_set == "npu" else "gpu"
-
-
 def _other(choice: Choice, watch: SecondDevice) -> Choice:
     """Return the next best device alone, compared with what was measured of the chosen one."""
     first, second = watch.first, watch.second.times
@@ -194,7 +189,7 @@ def _other(choice: Choice, watch: SecondDevice) -> Choice:
     )
     return replace(
         choice,
-        mode=_kind(second),
+        mode=kind_of(second.device_set),
         gpu=EVERY_CORE if second.device_set == EVERY_CORE else None,
         reason=f"{second.device_set} alone, because {watch.why}; before: {choice.reason}",
         phases=phases,

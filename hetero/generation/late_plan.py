@@ -36,6 +36,13 @@ class PreparationError(Exception):
 FAILURES: Final = (PreparationError, DeviceError, UserError, MemoryError, OSError)
 
 
+def stay_alone(engine: Engine, device: str, error: BaseException) -> None:
+    """Say that a model that was to move stays on a device, and why."""
+    why = one_sentence(str(error) or type(error).__name__)
+    engine.deployment.fallback = f"going on with {device} alone because {why}"
+    warnings.warn(engine.deployment.fallback, FallbackWarning, stacklevel=3)
+
+
 class LatePlan:
     """Prepares a plan in a child process, and moves the engine to its devices between two steps.
 
@@ -75,7 +82,7 @@ class LatePlan:
         try:
             self._move(self._job.result())
         except FAILURES as error:
-            self._stay(error)
+            stay_alone(self._engine, self._here, error)
             return False
         except BaseException:
             self._engine.before_step = self.before_step
@@ -90,15 +97,8 @@ class LatePlan:
                 self._job.result()
             except FAILURES as error:
                 self._engine.before_step = nothing
-                self._stay(error)
+                stay_alone(self._engine, self._here, error)
         return ended
-
-    def _stay(self, error: BaseException) -> None:
-        """Say that the model stays on its device, and why."""
-        why = one_sentence(str(error) or type(error).__name__)
-        fallback = f"going on with {self._here} alone because {why}"
-        self._engine.deployment.fallback = fallback
-        warnings.warn(fallback, FallbackWarning, stacklevel=3)
 
     def close(self) -> None:
         """End the child and the thread; idempotent."""

@@ -93,7 +93,7 @@ class MtpHead(Closing):
                 self._engine.steps.step(context, "decode", rows, rows)
 
     def drafter(self, context: Context, tokens: Sequence[int]) -> Drafter:
-        """Return what guesses on from the text of a context, whose hidden states it hears of.
+        """Return what guesses on from the text of a context, and receives its hidden states.
 
         What it has read of the context's text before is not read again.
         """
@@ -102,7 +102,7 @@ class MtpHead(Closing):
             own = self._engine.new_context()
             text = self._texts[context] = _HeadText(own, self._engine.deployment.hidden)
         text.begin(tokens)
-        context.hears = text.hear
+        context.on_states = text.receive
         return TimedDrafter(partial(self.guess, text), partial(text.end, context))
 
     def guess(self, read: _HeadText, text: Sequence[int], most: int) -> tuple[list[int], int]:
@@ -152,30 +152,30 @@ class _HeadText:
         self.context, self._hidden = context, hidden
         self._first = self._sure = self._at = 0
         self._states: list[Rows] = []
-        self._heard: Sequence[int] = ()  # the text at the end of the last answer
+        self._last_text: Sequence[int] = ()  # the text at the end of the last answer
         self._guesses: Sequence[int] = ()
         self._guessed_at = self._right = 0
-        context.hears = self._hear_itself
+        context.on_states = self._receive_own
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Go on with another text: keep what was read and heard of the tokens that it shares."""
-        same = common_prefix(self._heard, tokens)
+        """Go on with another text: keep what is known of the tokens that it shares."""
+        same = common_prefix(self._last_text, tokens)
         self._sure = max(min(self._sure, same - 1 - self._first), 0)
         del self._states[max(same - self._at, 0) :]
         self._guesses = ()
 
     def end(self, context: Context) -> None:
-        """Hear no more of a context, whose answer is complete."""
-        self._heard, context.hears = context.tokens, None
+        """Receive no more of a context, whose answer is complete."""
+        self._last_text, context.on_states = context.tokens, None
 
-    def hear(self, at: int, states: Rows) -> None:
+    def receive(self, at: int, states: Rows) -> None:
         """Keep the model's states of tokens from `at` on, in place of what was known of them."""
         if not self._at <= at <= self._at + len(self._states):
             self._states, self._at = [], at
         del self._states[at - self._at :]
         self._states += list(states)
 
-    def _hear_itself(self, _at: int, states: Rows) -> None:
+    def _receive_own(self, _at: int, states: Rows) -> None:
         """Let a guess go on from the head's own state."""
         if not len(self._hidden):
             self._hidden.give(states[-1:])
@@ -184,7 +184,7 @@ class _HeadText:
         """Return the tokens to read next, whose states are given to the head.
 
         None where these are not known. Where they are known from a later token alone (the context
-        had a text before it was heard) the head reads what is behind that.
+        had a text before) the head reads what is behind that.
         """
         states = len(text) - 1
         self._right += common_prefix(self._guesses, text[self._guessed_at :])

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import statistics
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from hetero.backends.errors import DeviceError
-from hetero.errors import FallbackWarning, UserError, one_sentence
+from hetero.generation.late_plan import FAILURES, stay_alone
 from hetero.placement.device_times import DeviceTimes
 from hetero.runtime.engine import Engine
 from hetero.runtime.executor import nothing
 from hetero.solver.plan import PHASES, Phase
 
-FAILURES: Final = (DeviceError, UserError, MemoryError, OSError)
 CHECKED: Final = 4  # steps from one look at the measured times to the next
 NAMES: Final[Mapping[Phase, str]] = {"prefill": "prompts", "decode": "answers"}
 
@@ -169,7 +166,8 @@ class SecondDevice:
             try:
                 self._back()
             except FAILURES as error:
-                self._stay(error)
+                self._engine.runner.watch = None
+                stay_alone(self._engine, self.second.times.device_set, error)
                 return False
             except BaseException:
                 self._engine.before_step = self.before_step
@@ -182,14 +180,6 @@ class SecondDevice:
 
     def _say(self, sentence: str) -> None:
         self._engine.deployment.adaptations.append(f"after {self._steps} steps: {sentence}")
-
-    def _stay(self, error: BaseException) -> None:
-        """Say that the model stays on the second device, and why."""
-        self._engine.runner.watch = None
-        why = one_sentence(str(error) or type(error).__name__)
-        fallback = f"going on with {self.second.times.device_set} alone because {why}"
-        self._engine.deployment.fallback = fallback
-        warnings.warn(fallback, FallbackWarning, stacklevel=3)
 
     def close(self) -> None:
         """End the watch, and what it prepares; idempotent."""

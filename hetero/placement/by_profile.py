@@ -35,7 +35,7 @@ from hetero.placement.comparing import (
 from hetero.placement.device_set import DRIVEN
 from hetero.placement.device_times import DeviceTimes
 from hetero.placement.first_start import scaled_here
-from hetero.placement.phase_choice import TENSOR_LEVEL, described
+from hetero.placement.phase_choice import TENSOR_LEVEL, described, kind_of
 from hetero.placement.planning import ProfileLike, locate_profile
 from hetero.placement.where_fastest import error_of
 from hetero.profiler.cost import CostModel
@@ -223,7 +223,7 @@ def _fastest(planner: Planner, solver: PreparedSolver, request: PlacementRequest
         both = both.with_bands(_longest_context(planner.spec, request))
         reason += _moving(both.plan)
     return Choice(
-        "hetero" if both is not None else "npu" if sets.prompts == "npu" else "gpu",
+        "hetero" if both is not None else kind_of(sets.prompts),
         both.plan if both is not None else None,
         gpu=EVERY_CORE if EVERY_CORE in sets else None,
         reason=reason,
@@ -256,8 +256,7 @@ def _alone(
     lengths = (*few, max(longest - ANSWER_TOKENS, 1))
 
     def times(name: str) -> DeviceTimes:
-        kind: DeviceKind = "npu" if name == "npu" else "gpu"
-        errors = [error_of(planner.profile, kind, x, planner.spec) or 0.0 for x in PHASES]
+        errors = [error_of(planner.profile, kind_of(name), x, planner.spec) or 0.0 for x in PHASES]
         known, worst = alone[name], max(errors)
         return times_alone(planner, solver, name, known, lengths, cores=cores, error=worst)
 

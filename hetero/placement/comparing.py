@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from hetero.backends.protocol import DeviceKind
 from hetero.backends.registry import EVERY_CORE
 from hetero.placement.device_times import DeviceTimes
-from hetero.placement.phase_choice import TENSOR_LEVEL, PhaseChoice
+from hetero.placement.phase_choice import TENSOR_LEVEL, PhaseChoice, kind_of
 from hetero.solver.handmade import single_device
 from hetero.solver.options import INF
 from hetero.solver.plan import PHASES, Phase
@@ -93,7 +93,7 @@ class DeviceSets(NamedTuple):
         kinds: dict[Phase, DeviceKind] = {}
         for phase in PHASES:
             if (name := self.of(phase)) != TENSOR_LEVEL:
-                kinds[phase] = "npu" if name == "npu" else "gpu"
+                kinds[phase] = kind_of(name)
         return kinds
 
     def phases(self, seconds: Mapping[str, PhaseSeconds]) -> tuple[PhaseChoice, ...]:

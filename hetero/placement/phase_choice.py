@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from hetero.solver.plan import Phase
 
 TENSOR_LEVEL: Final = "tensor level"
 LAYER_LEVEL: Final = "layer level"
 ALIKE: Final = 0.005  # gains below this are not worth a word
+
+
+def kind_of(device_set: str) -> Literal["gpu", "npu"]:
+    """Return the kind of a device set that is one device; every core is the GPU's backend."""
+    return "npu" if device_set == "npu" else "gpu"
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class PhaseChoice:
 
     def document(self) -> dict[str, Any]:
         """Return the JSON document."""
-        kinds = ["npu" if self.device_set == "npu" else "gpu"]
+        kinds = [kind_of(self.device_set)]
         if self.device_set in (TENSOR_LEVEL, LAYER_LEVEL):
             kinds = ["gpu", "npu"]
         return {

@@ -70,9 +70,9 @@ class LogitsReader:
         return self._finite(context, step, rows if every else rows[-1:])
 
     def report(self, context: Context, step: Step) -> None:
-        """Give the hidden states of a step's tokens to what `hears` the context, if anything."""
-        if context.hears is not None:
-            context.hears(context.cached, self.inputs(context, step, every=True))
+        """Give the hidden states of a step's tokens to `Context.on_states`, if that is set."""
+        if context.on_states is not None:
+            context.on_states(context.cached, self.inputs(context, step, every=True))
 
     def of_contexts(self, step: Step, count: int) -> list[Logits | None]:
         """Return copies of the logits [vocab] of so many contexts; None where not finite."""

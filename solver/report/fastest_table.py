@@ -30,9 +30,7 @@ def answers(plan: Plan) -> tuple[str, ...]:
     said, more = [], _beyond(plan)
     if len(plan.fastest_answers) > 1:
         steps = [(x.depth_from, named(x.devices) + _by(x.gain)) for x in plan.fastest_answers]
-        said.append(
-            f"Answers are fastest on {_moving(steps)} ({content.kind(plan)}){_beyond(plan)}."
-        )
+        said.append(f"Answers are fastest on {_moving(steps)} ({content.kind(plan)}){more}.")
     if plan.bands:
         steps = [(0, named(sorted(plan.devices_of("decode"))))]
         steps += [(x.depth_from, _band(x) + _by(x.gain)) for x in plan.bands]

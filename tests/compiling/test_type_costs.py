@@ -64,7 +64,7 @@ def test_uniform_types_take_as_long_as_planned(folder: Path, int8: bool) -> None
     for step, total in zip(STEPS, totals, strict=True):
         alone = {x.devices: x.cost(kinds, int8) for x in times.layouts[step]}
         assert alone["gpu",] == pytest.approx(total.single_devices["gpu"], rel=1e-4)
-        # What an NPU's calls cost beside their kernels differs a little by the format.
+        # What an NPU's calls cost besides their kernels differs a little by the format.
         assert alone["npu",] == pytest.approx(total.single_devices["npu"], rel=0.15)
         fastest, devices = times.fastest(step, kinds, int8)
         assert alone[devices] == fastest == min(alone.values())

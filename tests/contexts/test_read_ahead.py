@@ -33,15 +33,15 @@ def service(folder: Path, chunks: int, **options: Any) -> Iterator[FakeService]:
 
 def texts(opened: FakeService, count: int) -> dict[CachedText, list[int]]:
     """Contexts that were called in turn, each with a text of its own."""
-    found = {}
+    called = {}
     for number in range(count):
         held = opened.held("a")
-        found[held] = [number, *(i % 4 for i in range(TOKENS))]
-        opened.call(held, found[held])
-    return found
+        called[held] = [number, *(i % 4 for i in range(TOKENS))]
+        opened.call(held, called[held])
+    return called
 
 
-def settled(opened: FakeService) -> None:
+def wait_until_read(opened: FakeService) -> None:
     opened.swap.drain()
     assert opened.ahead is not None
     assert opened.ahead.wait(LIMIT_S)
@@ -65,7 +65,7 @@ def test_the_context_before_the_last_is_read_before_it_is_called(
     with service(tmp_path, CHUNKS + 2, read_ahead=read_ahead) as opened:
         (first, text), (last, _) = texts(opened, 2).items()
         if read_ahead:
-            settled(opened)
+            wait_until_read(opened)
             assert in_memory(first) == CHUNKS
             assert in_memory(last) < CHUNKS  # the cache has it
         opened.swap.drain()
@@ -79,7 +79,7 @@ def test_what_is_in_memory_was_used_last(tmp_path: Path, chunks: int) -> None:
     """Nothing is absent that was used later than something there, but for the cached text."""
     with service(tmp_path, chunks) as opened:
         known = texts(opened, 5)
-        settled(opened)
+        wait_until_read(opened)
         cached = list(known)[-1].chunks
         others = [x for held in known for x in held.chunks if x not in cached and x.full]
         there = [x.used for x in others if x.codes is not None]
@@ -96,7 +96,7 @@ def test_a_call_waits_for_one_layer_at_most(
 ) -> None:
     with service(tmp_path, CHUNKS + 2) as opened:
         known = texts(opened, 3)
-        settled(opened)
+        wait_until_read(opened)
         began, read, layers = Event(), Reader.layer, []
 
         def slowly(reader: Reader, layer: int, codes: Any) -> None:
@@ -117,13 +117,13 @@ def test_a_call_waits_for_one_layer_at_most(
             used = sum(x.codes.nbytes for x in opened.memory.table if x.codes is not None)
             assert opened.memory.budget.used == used  # what was half read is given back
         monkeypatch.setattr(Reader, "layer", read)
-        settled(opened)
+        wait_until_read(opened)
 
 
 def test_a_disk_that_hangs_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with service(tmp_path, CHUNKS + 2) as opened:
         known = texts(opened, 3)
-        settled(opened)
+        wait_until_read(opened)
         began, go_on, read = Event(), Event(), Reader.layer
 
         def never(reader: Reader, layer: int, codes: Any) -> None:
@@ -142,13 +142,13 @@ def test_a_disk_that_hangs_is_one_sentence(tmp_path: Path, monkeypatch: pytest.M
         opened.swap.wait_s = LIMIT_S
         go_on.set()
         opened.call(first, [*text, 1])
-        settled(opened)
+        wait_until_read(opened)
 
 
 def test_what_cannot_be_read_is_left_alone(tmp_path: Path) -> None:
     with service(tmp_path, 2 * CHUNKS + 3) as opened:
         known = texts(opened, 3)
-        settled(opened)
+        wait_until_read(opened)
         first, second, third = known
         opened.call(third, [*known[third], 1])
         place = second.chunks[1].place
@@ -157,7 +157,7 @@ def test_what_cannot_be_read_is_left_alone(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[:200])
         with opened.turn():
             evict(opened, [first, second])
-        settled(opened)
+        wait_until_read(opened)
         assert in_memory(first) == CHUNKS
         assert in_memory(second) == 0
         switch = opened.call(second, [*known[second], 1])

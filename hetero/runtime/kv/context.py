@@ -74,7 +74,7 @@ class Context(Closing):
         self.work = Work()
         self.gate: LayerGate | None = None  # layers that another thread is still filling
         self.score_stats: ScoreStats | None = None  # adds up who attends to what, if asked for
-        self.hears: Callable[[int, Rows], object] | None = None  # gets its tokens' hidden states
+        self.on_states: Callable[[int, Rows], object] | None = None  # called with hidden states
         self._home = home
         self._cache: KvCache | None = cache
         self._tokens: list[int] = []

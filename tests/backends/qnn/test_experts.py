@@ -57,7 +57,7 @@ def test_wide_experts_have_graphs_of_half_as_many_tokens() -> None:
 
 
 def test_graphs_are_made_when_a_call_is_bound_and_found_again(tmp_path: Path) -> None:
-    """Of the sizes that the call needs, for every expert; a second device compiles nothing."""
+    """Graphs have the sizes of the call, for every expert; a second device compiles none."""
     rng = np.random.default_rng(0)
     weights = make_weights(EXPERTS, rng)
     tensors = make_tensors(EXPERTS, 8, rng)
