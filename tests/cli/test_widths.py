@@ -71,7 +71,7 @@ claim = Claim("e54-fs-decode InternLM-1.8B", "InternLM-1.8B, decode", "x", 2.2, 
 paper = Reproduction("snapdragon-8-gen-3", (claim,), (NAME * 3,), (NAME * 4,))
 finding = Finding("opencl:pocl", "gpu", False, NAME, "install another driver, " + NAME)
 written = TypeChoice("mixed (written)", {}, 123456789, 0.0123)
-types = Precision(written, [TypeChoice("Q4_0", {}, 1, 1e-9)])
+types = Precision([written], [TypeChoice("Q4_0", {}, 1, 1e-9)])
 printed = {
     "quantize": lambda: tables.show_or_print(types.table(123456789)),
     "reproduce": lambda: tables.show_or_print(paper.table(), after=paper.remarks()),
