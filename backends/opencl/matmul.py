@@ -1,7 +1,7 @@
 """MatMul on OpenCL: kernels for a CPU's vector unit (PoCL) and for real GPUs.
 
 Both read the packed weights in place (`hetero.backends.weights`). On a CPU a work-item packs x into
-tiles of a few tokens (as int8 codes for `w4a8` and `w8a8`, and for `w4a16` where two planes of them
+tiles of a few tokens (as int8 codes for `w4a8` and `w8a8`, and for `w4a16` where integers of 16 bits
 are faster than floats; one token of floats needs none of it) and multiplies its share of the rows.
 On a GPU a work-group reduces 16 rows along k for up to 8 tokens and computes local-memory tiles
 above.
@@ -185,7 +185,6 @@ def cpu_program(plan: MatMulPlan, tuning: CpuTuning, tile: WorkTile, *files: str
         "VEC": tuning.rows,
         "PREFETCH": tile.prefetch,
         "WIDEN": tile.widen,
-        "NIBBLES_STAY": int(tuning.nibbles_stay(plan.kind, tile)),
     }
     planes = tuning.planes(plan.kind, tile)
     if planes:

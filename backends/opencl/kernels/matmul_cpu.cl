@@ -4,9 +4,8 @@
 // features of a row tile are widened once into the L1 cache and serve all tokens of a panel.
 //
 // Defines: VEC, TOKENS, VECTORS; one of W4A16, W4A8, W8A16, W8A8, F16, F32; WIDEN (0: on the fly); for
-// W4A16 NIBBLES_STAY (nibbles are not shifted) or PLANES (2: x as two planes of int8), for W4A8 PLANES
-// (1); BLOCKS with PLANES, BITS, GROUPS, HALVES, MINIMUM, ZERO and E2M1 (hetero.backends.formats.Blocks);
-// where there are planes and for W8A8 DOT (2: AVX512-VNNI, 1: AVX512-BW, 0: what the compiler
+// W4A16 PLANES (2: x in 16 bits, as pairs or two planes of int8), for W4A8 PLANES (1); BLOCKS with
+// PLANES, BITS, GROUPS, HALVES, MINIMUM, ZERO and E2M1 (hetero.backends.formats.Blocks); where there are planes and for W8A8 DOT (2: AVX512-VNNI, 1: AVX512-BW, 0: what the compiler
 // finds), for these formats PREFETCH (32-bit words ahead, 0: not).
 // Layout of weights: hetero.backends.weights and blocks. Follows matmul_pack.cl, which packs x.
 
@@ -48,14 +47,7 @@ INLINE vfloat load_halves(__global const ushort *p) {
 #endif
 #define EACH_CHAIN UNROLL for (int c = 0; c < CHAINS; c++)
 
-#if defined(W8A8)
-typedef uint weight_t;
-typedef float scale_t;
-#define BLOCK_STRIDE(k) ((size_t)(k)*4)
-
-// Four features of VEC rows times four of a token, added to 32-bit sums without an error.
-#ifdef PAIRS
-// 16-bit products in pairs: bytes 0 and 2, then 1 and 3.
+#ifdef PAIRS  // 16-bit factors, two in a word, whose products are added to one of 32
 typedef short pairs_t __attribute__((ext_vector_type(2 * VEC)));
 #if VEC == 16
 #define ADD_PAIRS __builtin_ia32_pmaddwd512
@@ -63,6 +55,16 @@ typedef short pairs_t __attribute__((ext_vector_type(2 * VEC)));
 #define ADD_PAIRS __builtin_ia32_pmaddwd256
 #endif
 #define AS_PAIRS(v) __builtin_astype(v, pairs_t)
+#endif
+
+#if defined(W8A8)
+typedef uint weight_t;
+typedef float scale_t;
+#define BLOCK_STRIDE(k) ((size_t)(k)*4)
+
+// Four features of VEC rows times four of a token, added to 32-bit sums without an error.
+#ifdef PAIRS
+// Bytes 0 and 2, then 1 and 3.
 typedef struct {
   pairs_t even, odd;
 } codes_t;
@@ -134,9 +136,32 @@ typedef uint weight_t;
 #else
 #define BLOCK_STRIDE(k) ((size_t)(k)*2)
 #endif
-#define EACH_PLANE UNROLL for (int p = 0; p < PLANES; p++)
+#ifdef PAIRS
+#define SUMS 1  // of integers for one of floats
+#if TOKENS * VECTORS >= 8  // unrolled, the compiler holds more of x than there are registers
+#define PAIRS_UNROLL _Pragma("unroll 1")
+#else
+#define PAIRS_UNROLL UNROLL
+#endif
+#define AS_WORDS CAT(as_uint, VEC)
+#define PAIRS_DOT(sum, codes, x) ((sum) + ADD_PAIRS(AS_PAIRS(codes), AS_PAIRS((vint)(x))))
 
-#if DOT == 2 && VEC == 16 && defined(__AVX512VNNI__)
+// Eight features, two at a time: nibbles i and i + 4 of a word.
+INLINE void add_nibbles(vint dot[VECTORS][TOKENS], vuint word[VECTORS], __global const int *x) {
+  PAIRS_UNROLL for (int i = 0; i < 4; i++) {
+    vuint pair[VECTORS];
+    EACH_VEC pair[r] = word[r] & 0x000f000fu;
+    EACH_VEC word[r] >>= 4;
+    EACH_TOKEN EACH_VEC dot[r][t] = PAIRS_DOT(dot[r][t], pair[r], x[i * TOKENS + t]);
+  }
+}
+#else
+#define SUMS PLANES
+#endif
+#define EACH_PLANE UNROLL for (int p = 0; p < SUMS; p++)
+
+#ifdef PAIRS
+#elif DOT == 2 && VEC == 16 && defined(__AVX512VNNI__)
 typedef vint dot_t;
 #define DOT_ZERO(correction) (dot_t)(correction)
 #define DOT_STEP(sum, w, x) __builtin_ia32_vpdpbusd512(sum, w, (vint)(x))
@@ -180,6 +205,12 @@ INLINE dot_t dot_step(dot_t sum, const vint w, const int x) {
 #define SCALE_BYTES (FLOAT_BYTES + ROWS * GROUPS * (HALVES + MINIMUM))
 #define SCALES_STRIDE(k) ((((size_t)(k) / GROUP + GROUPS - 1) / GROUPS) * SCALE_BYTES)
 #define STEPS (4 / HALVES)  // of 8 features
+#define NIBBLES (BITS == 4 && !E2M1)
+#if defined(PAIRS) && NIBBLES
+#define STEPS_UNROLL _Pragma("unroll 1")
+#else
+#define STEPS_UNROLL UNROLL
+#endif
 typedef char vchar_u __attribute__((ext_vector_type(VEC), aligned(1)));
 
 INLINE vfloat load_small(__global const uchar *p) {
@@ -230,10 +261,10 @@ INLINE void add_group(vfloat sum[VECTORS][TOKENS], __global const uint *w[VECTOR
                       __global const uchar *small[VECTORS], const vfloat d[VECTORS],
                       const vfloat e[VECTORS], __global const int *x) {
   UNROLL for (int h = 0; h < HALVES; h++) {
-    vint dot[PLANES][VECTORS][TOKENS];
+    vint dot[SUMS][VECTORS][TOKENS];
     EACH_PLANE EACH dot[p][r][t] =
-        p < PLANES - 1 || MINIMUM ? 0 : x[(X_SCALES + 1 + h) * TOKENS + t];
-    UNROLL for (int j = h * STEPS; j < (h + 1) * STEPS; j++) {
+        p < SUMS - 1 || MINIMUM ? 0 : x[(X_SCALES + 1 + h) * TOKENS + t];
+    STEPS_UNROLL for (int j = h * STEPS; j < (h + 1) * STEPS; j++) {
       vuint word[VECTORS], upper[VECTORS];
       EACH_VEC word[r] = LOAD_WORDS(w[r] + j * ROWS);
       EACH_VEC upper[r] = BITS > 4 ? LOAD_WORDS(w[r] + (4 + j / 2) * ROWS) : word[r];
@@ -241,6 +272,23 @@ INLINE void add_group(vfloat sum[VECTORS][TOKENS], __global const uint *w[VECTOR
       EACH_VEC __builtin_prefetch(w[r] + j * ROWS + PREFETCH, 0, 3);
       if (BITS > 4 && j % 2) EACH_VEC __builtin_prefetch(w[r] + (4 + j / 2) * ROWS + PREFETCH, 0, 3);
 #endif
+#if defined(PAIRS) && NIBBLES
+      add_nibbles(dot[0], word, x + 4 * j * TOKENS);
+#elif defined(PAIRS)
+      vuint even[VECTORS], odd[VECTORS];
+      EACH_VEC even[r] = AS_WORDS(codes_of(word[r], upper[r], j, 0));
+      EACH_VEC odd[r] = AS_WORDS(codes_of(word[r], upper[r], j, 1));
+      PAIRS_UNROLL for (int i = 4 * j; i < 4 * j + 4; i += 2) {
+        vuint first[VECTORS], second[VECTORS];
+        EACH_VEC first[r] = even[r] & 0x00ff00ffu;
+        EACH_VEC second[r] = odd[r] & 0x00ff00ffu;
+        EACH_VEC even[r] >>= 8;
+        EACH_VEC odd[r] >>= 8;
+        EACH_TOKEN EACH_VEC dot[0][r][t] = PAIRS_DOT(dot[0][r][t], first[r], x[i * TOKENS + t]);
+        EACH_TOKEN EACH_VEC
+          dot[0][r][t] = PAIRS_DOT(dot[0][r][t], second[r], x[(i + 1) * TOKENS + t]);
+      }
+#else
       EACH_VEC {
         const vint even = codes_of(word[r], upper[r], j, 0), odd = codes_of(word[r], upper[r], j, 1);
         EACH_TOKEN EACH_PLANE {
@@ -248,12 +296,13 @@ INLINE void add_group(vfloat sum[VECTORS][TOKENS], __global const uint *w[VECTOR
           dot[p][r][t] = DOT_PAIR(dot[p][r][t], even, codes[0], odd, codes[TOKENS]);
         }
       }
+#endif
     }
     EACH_VEC {
       const vfloat scale = d[r] * load_small(small[r] + h * ROWS);
       EACH_TOKEN {
-        vint product = dot[PLANES - 1][r][t];
-        if (PLANES == 2) product += dot[0][r][t] << 8;
+        vint product = dot[SUMS - 1][r][t];
+        if (SUMS == 2) product += dot[0][r][t] << 8;
         sum[r][t] += TO_VFLOAT(product) * (scale * as_float(x[X_SCALES * TOKENS + t]));
       }
     }
@@ -293,7 +342,7 @@ INLINE void add_blocks(vfloat sum[VECTORS][TOKENS], __global const uint *w[VECTO
 
 #else
 
-// One group: exact integers (of two planes below 2^24: exact as floats as well), then one scaled
+// One group: exact integers (of 16 bits of x below 2^24: exact as floats as well), then one scaled
 // addition. Nibbles stay 0..15; the correction that x carries, for the last plane, is -8 times the sum
 // of its codes. Even nibbles of a word meet x's even features.
 INLINE void add_products(vfloat sum[VECTORS][TOKENS], __global const uint *w[VECTORS],
@@ -301,25 +350,38 @@ INLINE void add_products(vfloat sum[VECTORS][TOKENS], __global const uint *w[VEC
                          const int features) {
   for (int g = 0; g < features / GROUP; g++) {
     __global const int *correction = x + (X_WORDS - 1) * TOKENS;
+#ifdef PAIRS
+    vint dot[VECTORS][TOKENS];
+    EACH dot[r][t] = correction[t];
+#else
     dot_t dot[PLANES][VECTORS][TOKENS];
     EACH_PLANE EACH dot[p][r][t] = DOT_ZERO(p < PLANES - 1 ? 0 : correction[t]);
-    UNROLL for (int j = 0; j < 4; j++) {
+#endif
+    _Pragma("unroll 1") for (int j = 0; j < 4; j++) {
       vuint word[VECTORS];
       EACH_VEC word[r] = LOAD_WORDS(w[r] + (g * 4 + j) * ROWS);
 #if PREFETCH
       EACH_VEC __builtin_prefetch(w[r] + (g * 4 + j) * ROWS + PREFETCH, 0, 3);
 #endif
+#ifdef PAIRS
+      add_nibbles(dot, word, x + 4 * j * TOKENS);
+#else
       UNROLL for (int odd = 0; odd < 2; odd++) EACH {
         const vint codes = AS_VINT((word[r] >> (4 * odd)) & 0x0f0f0f0fu);
         EACH_PLANE
           dot[p][r][t] = DOT_STEP(dot[p][r][t], codes, x[(8 * p + 2 * j + odd) * TOKENS + t]);
       }
+#endif
     }
     EACH_VEC {
       const vfloat scale = load_halves(scales[r] + g * ROWS);
       EACH_TOKEN {
+#ifdef PAIRS
+        const vint product = dot[r][t];
+#else
         vint product = DOT_SUM(dot[PLANES - 1][r][t], correction[t]);
         if (PLANES == 2) product += DOT_UPPER(dot[0][r][t]);
+#endif
         sum[r][t] += TO_VFLOAT(product) * (scale * as_float(x[X_SCALES * TOKENS + t]));
       }
     }
@@ -338,8 +400,8 @@ typedef vint word_t;
 #define LOAD(p, f) AS_VINT(LOAD_WORDS((p) + (f) / FEATURES * ROWS))
 #if VEC == 16 && defined(__AVX512F__)
 // The permutation looks at the index's low 4 bits only: no mask, no conversion.
-#define NIBBLES (float16)(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7)
-#define VALUE(word, i) __builtin_ia32_permvarsf512(NIBBLES, (word) >> (4 * (i)))
+#define NIBBLE_VALUES (float16)(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7)
+#define VALUE(word, i) __builtin_ia32_permvarsf512(NIBBLE_VALUES, (word) >> (4 * (i)))
 #else
 #define VALUE(word, i) (TO_VFLOAT(((word) >> (4 * (i))) & 15) - 8.0f)
 #endif
@@ -384,40 +446,6 @@ typedef float weight_t;
 #define CHUNK 64
 #endif
 
-#if NIBBLES_STAY
-// Nibble i of a word is not shifted: it counts 16^i times, and x comes divided by that (the last
-// nibble would be the sign). x also brings -8 times its sum, which stands for the nibbles' offset.
-#define NIBBLE(word, i) \
-  TO_VFLOAT(i < 7 ? (word) & (15 << (4 * (i))) : AS_VINT(CAT(as_uint, VEC)(word) >> 28))
-
-INLINE void add_products(vfloat sum[VECTORS][TOKENS], __global const weight_t *w[VECTORS],
-                         __global const ushort *scales[VECTORS], __global const float *x,
-                         const int features) {
-  for (int start = 0; start < features; start += GROUP) {
-    vfloat part[CHAINS][VECTORS][TOKENS];
-    EACH_CHAIN EACH part[c][r][t] = c > 0 ? 0.0f : x[GROUP * TOKENS + t];
-    UNROLL for (int at = 0; at < GROUP; at += 8) {
-      word_t word[VECTORS];
-      EACH_VEC word[r] = LOAD(w[r], start + at);
-#if PREFETCH
-      EACH_VEC __builtin_prefetch(w[r] + (start + at) / 8 * ROWS + PREFETCH, 0, 3);
-#endif
-      UNROLL for (int i = 0; i < 8; i++) {
-        vfloat value[VECTORS];
-        EACH_VEC value[r] = NIBBLE(word[r], i);
-        EACH part[i % CHAINS][r][t] += x[(at + i) * TOKENS + t] * value[r];
-      }
-    }
-    UNROLL for (int c = 1; c < CHAINS; c++) EACH part[0][r][t] += part[c][r][t];
-    EACH_VEC {
-      const vfloat scale = load_halves(scales[r] + start / GROUP * ROWS);
-      EACH_TOKEN sum[r][t] += scale * part[0][r][t];
-    }
-    x += X_WORDS * TOKENS;
-  }
-}
-
-#else
 // Sums of CHUNK products first: what the scale is applied to, and a shorter chain of roundings.
 INLINE void add_products(vfloat sum[VECTORS][TOKENS], __global const weight_t *w[VECTORS],
                          __global const ushort *scales[VECTORS], __global const float *x,
@@ -440,7 +468,6 @@ INLINE void add_products(vfloat sum[VECTORS][TOKENS], __global const weight_t *w
     }
   }
 }
-#endif
 #endif
 
 #if WIDEN

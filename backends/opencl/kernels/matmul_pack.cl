@@ -1,10 +1,9 @@
 // x [m, width] into tiles of TOKENS tokens, zero-padded to whole tiles and to the k features of the
 // weights, so that no row is read beyond its end. Prepended to matmul_cpu.cl.
 //
-// Defines: VEC, TOKENS, and PLANES for int8 codes instead of floats (1: rounded to them, 2: to 16 bits,
-// whose upper and lower bytes are two planes of codes; for BLOCKS with ZERO, HALVES and MINIMUM), or
-// NIBBLES_STAY for floats that meet nibbles where they lie in their word (matmul_cpu.cl), or W8A8 for
-// codes of one scale.
+// Defines: VEC, TOKENS, and PLANES for integers instead of floats (1: rounded to int8, 2: to 16 bits,
+// in words of a pair where the processor multiplies those, else as two planes of int8, the upper and
+// the lower bytes; for BLOCKS with ZERO, HALVES and MINIMUM), or W8A8 for codes of one scale.
 
 #define UNROLL _Pragma("unroll")
 #define GROUP 32
@@ -60,6 +59,9 @@ typedef int x_t;
 #define X_SCALES (8 * PLANES)
 #define LARGEST (PLANES == 2 ? 32639.0f : 127.0f)  // 127 * 256 + 127
 #define X_STRIDE(k) ((size_t)(k) / GROUP * X_WORDS * TOKENS)
+#if PLANES == 2 && VEC == 8 && defined(__AVX2__)
+#define PAIRS
+#endif
 
 #if VEC == 16
 #define VMAX_ALL(v) max8(MAX((v).lo, (v).hi))
@@ -70,6 +72,15 @@ INLINE float max8(const float8 v) {
   const float4 a = MAX(v.lo, v.hi);
   return MAX(MAX(a.x, a.y), MAX(a.z, a.w));
 }
+
+#ifdef PAIRS
+// Codes 8j and on as pairs: features 0 and 4, 1 and 5, 2 and 6, 3 and 7, as nibbles lie in a word.
+INLINE void store_pairs(const vint codes, const int j, __global int *out) {
+  const int4 pair = (codes.lo & 0xffff) | (codes.hi << 16);
+  out += 4 * j * TOKENS;
+  out[0] = pair.x, out[TOKENS] = pair.y, out[2 * TOKENS] = pair.z, out[3 * TOKENS] = pair.w;
+}
+#endif
 
 // Codes j * VEC and on, as words of 4: features 0, 2, 4, 6 and 1, 3, 5, 7 of each 8, as the weights'
 // nibbles come. Stores of single words: from an array the compiler makes a slower scatter.
@@ -85,8 +96,8 @@ INLINE void store_codes(const vint codes, const int j, __global int *out) {
 #endif
 }
 
-// One group of one token, of which `filled` features are read: the planes of codes, the upper one
-// first, then the scale's bits and -ZERO times the sum of the codes of each half or, for weights with
+// One group of one token, of which `filled` features are read: pairs of codes or their planes, the
+// upper one first, then the scale's bits and -ZERO times the sum of the codes of each half or, for weights with
 // a minimum, the sum of what the codes stand for. A group of zeros has scale 0.
 INLINE void quantize_group(__global const float *x, const int filled, __global int *out) {
   vfloat v[PARTS];
@@ -100,7 +111,9 @@ INLINE void quantize_group(__global const float *x, const int filled, __global i
   EACH_PART {
     const vint codes = nearest(v[j] * inverse);
     total[j * HALVES / PARTS] += codes;
-#if PLANES == 2
+#ifdef PAIRS
+    store_pairs(codes, j, out);
+#elif PLANES == 2
     const vint upper = (codes + 128) >> 8;
     store_codes(upper, j, out);
     store_codes(codes - (upper << 8), j, out + 8 * TOKENS);
@@ -178,31 +191,6 @@ INLINE void pack_tile(__global const float *x, __global int *packed, const int p
       }
     }
     packed[X_STRIDE(k) - TOKENS + t] = -128 * VSUM_ALL(total);
-  }
-}
-
-#elif NIBBLES_STAY
-typedef float x_t;
-#define X_WORDS 33  // per token and group: 32 features, -8 times their sum
-#define X_STRIDE(k) ((size_t)(k) / GROUP * X_WORDS * TOKENS)
-
-// One tile: [group][33][token]; feature i of 8 is divided by 16^i, but for the last.
-INLINE void pack_tile(__global const float *x, __global float *packed, const int present,
-                      const int width, const int k) {
-  const float parts[8] = {1.0f, 0x1p-4f, 0x1p-8f, 0x1p-12f, 0x1p-16f, 0x1p-20f, 0x1p-24f, 1.0f};
-  for (int g = 0; g < k / GROUP; g++) {
-    for (int t = 0; t < TOKENS; t++) {
-      const int filled = (t < present ? width : 0) - g * GROUP;
-      __global const float *from = x + (size_t)t * width + g * GROUP;
-      float total = 0.0f;
-      for (int f = 0; f < GROUP; f++) {
-        const float value = f < filled ? from[f] : 0.0f;
-        total += value;
-        packed[f * TOKENS + t] = value * parts[f % 8];
-      }
-      packed[GROUP * TOKENS + t] = -8.0f * total;
-    }
-    packed += X_WORDS * TOKENS;
   }
 }
 
