@@ -11,7 +11,6 @@ with a thought and calls apart adds to a token, as a share of the time in which 
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -46,10 +45,20 @@ PIECE = 4  # characters of a token
 
 
 class Taken(NamedTuple):
-    """Seconds to the first token, and from there to the last."""
+    """When an answer was asked for, and when each of its tokens came."""
 
-    first_s: float
-    rest_s: float
+    start_s: float
+    times: list[float]
+
+    @property
+    def first_s(self) -> float:
+        """Seconds to the first token."""
+        return self.times[0] - self.start_s
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds from the first token to the last."""
+        return self.times[-1] - self.times[0]
 
 
 def prompt_of(i: int) -> list[int]:
@@ -63,7 +72,7 @@ def timed(start: Callable[[], Iterator[object]], tokens: int) -> Taken:
     for _ in start():
         times.append(time.perf_counter())
     assert len(times) > 0.9 * tokens, len(times)
-    return Taken(times[0] - start_s, times[-1] - times[0])
+    return Taken(start_s, times)
 
 
 def library(recent: RecentTexts, prompt: list[int], tokens: int, constraint: Any = None) -> Taken:
@@ -93,13 +102,15 @@ def over_http(client: httpx.Client, prompt: list[int], tokens: int) -> Taken:
     return timed(events, tokens)
 
 
-def together(clients: list[httpx.Client], first: int, tokens: int) -> float:
-    """Tokens/s of several clients that ask at the same time, while all of them decode."""
-    found: list[tuple[float, float]] = []
+def together(clients: list[httpx.Client], first: int, tokens: int) -> tuple[float, float]:
+    """Tokens/s of several clients that ask at the same time: while all of them decode, and of all.
+
+    The second counts from the call to the last token, prompts included.
+    """
+    found: list[Taken] = []
 
     def one(client: httpx.Client, prompt: list[int]) -> None:
-        taken = over_http(client, prompt, tokens)
-        found.append((end_s := time.perf_counter(), end_s - taken.rest_s))
+        found.append(over_http(client, prompt, tokens))
 
     threads = [
         threading.Thread(target=one, args=(client, prompt_of(first + i)))
@@ -109,8 +120,10 @@ def together(clients: list[httpx.Client], first: int, tokens: int) -> float:
         thread.start()
     for thread in threads:
         thread.join()
-    ends, starts = zip(*found, strict=True)
-    return len(clients) * (tokens - 1) / (max(ends) - min(starts))
+    start_s, end_s = max(x.times[0] for x in found), min(x.times[-1] for x in found)
+    decoded = sum(start_s < at <= end_s for x in found for at in x.times)
+    whole_s = max(x.times[-1] for x in found) - min(x.start_s for x in found)
+    return decoded / (end_s - start_s), sum(len(x.times) for x in found) / whole_s
 
 
 def parsing_s() -> float:
@@ -127,14 +140,24 @@ def parsing_s() -> float:
 
 
 @contextmanager
-def serving(model: str, device: str, folder: str) -> Iterator[str]:
-    """The address of a server in its own processes."""
+def serving(model: str, device: str, folder: str, *options: str) -> Iterator[str]:
+    """The address of a server in its own processes; `options` are of `hetero serve`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    words = ["serve", model, "--device", device, "--port", str(port), "--directory", folder]
+    words = [
+        "serve",
+        model,
+        "--device",
+        device,
+        "--port",
+        str(port),
+        "--directory",
+        folder,
+        *options,
+    ]
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "hetero.start", *words, "--max-seq-len", str(LENGTH)],
+        [sys.executable, "-P", "-m", "hetero.start", *words, *options],
         stdout=sys.stderr,
     )
     url, give_up_s = f"http://127.0.0.1:{port}", time.monotonic() + START_S
@@ -179,7 +202,9 @@ def measure(
             values["decode under a JSON schema / free"].append(own.rest_s / guided.rest_s)
         values["parser / decode, %"].append(100 * parsing_s() / token_s)
         for count in CROWDS[1:]:
-            values[f"{count} clients / one, tokens/s"].append(speeds[count] / speeds[1])
+            for k, what in enumerate(("decoding", "with prompts")):
+                ratio = speeds[count][k] / speeds[1][k]
+                values[f"{count} clients / one, tokens/s, {what}"].append(ratio)
     return values
 
 
@@ -193,7 +218,7 @@ def bench(
     options: dict[str, Any] = {"kv_bits": "8", "max_seq_len": LENGTH, "device": device}
     with (
         tempfile.TemporaryDirectory() as folder,
-        serving(model, device, os.path.join(folder, "server")) as url,
+        serving(model, device, f"{folder}/server", "--max-seq-len", str(LENGTH)) as url,
         Service(model, directory=Path(folder) / "library", **options) as service,
     ):
         recent = RecentTexts(service.bind("bench"), 8)
