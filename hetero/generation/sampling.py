@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -148,8 +148,9 @@ class Sampler:
         self.params = params
         self._random = np.random.default_rng(params.seed)
         self._biased = np.fromiter(params.logit_bias, dtype=np.int64)
-        others = replace(params, logit_bias={}, seed=None)
-        self._only_biased = bool(params.logit_bias) and others == SamplingParams()
+        penalised = params.repetition_penalty != 1.0 or params.frequency_penalty
+        greedy = not (params.temperature or penalised or params.presence_penalty)
+        self._only_biased = bool(params.logit_bias) and greedy
 
     def choose(
         self,
