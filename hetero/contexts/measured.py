@@ -68,6 +68,8 @@ list.
 """
 PROMPTS: Final = (1, 8, 16, 32, 64, 128, 256, 512)
 LONGEST_BEFORE: Final = 2048
+_BEFORE_S: Final = 2.0
+_LONG_RUN_S: Final = 0.2  # what disturbs one does not change it by much
 _DISK_BYTES: Final = 4 << 20
 _READ_BYTES: Final = 1 << 18
 
@@ -93,26 +95,35 @@ def measure_channels(context: Context, text: Sequence[int], prefill: Prefill) ->
     return {"channels": [float(x) for layer in scales for x in layer.ravel()]}
 
 
-def measure_prompts(context: Context, vocabulary: int, prefill: Prefill) -> list[list[float]]:
+def measure_prompts(
+    context: Context,
+    vocabulary: int,
+    prefill: Prefill,
+    now: Callable[[], float] = time.perf_counter,
+) -> list[list[float]]:
     """Return (tokens, tokens before them, seconds) of prompts of several lengths.
 
-    Each is measured after no text and after half of what fits; the seconds are the least of three
-    runs.
+    Each is measured after no text and after half of what fits, or after less on a slow device; the
+    seconds are the least of three runs, or those of one that is long.
     """
-    points, max_tokens = [], context.home.max_tokens - 1
-    for before in (0, min(max_tokens // 2, LONGEST_BEFORE)):
-        start = sample(vocabulary, before)
+    points, max_tokens = list[list[float]](), context.home.max_tokens - 1
+    for before_s in (0.0, _BEFORE_S):
+        start = list[int]()
+        if before_s and points:
+            tokens, _, seconds = points[-1]
+            fits = max(round(tokens * before_s / seconds), CHUNK_TOKENS)
+            start = sample(vocabulary, min(fits, max_tokens // 2, LONGEST_BEFORE))
         context.adopt(())
-        if before:
+        if start:
             prefill(start)
-        for tokens in (m for m in PROMPTS if before + m < max_tokens):
-            times = []
-            for _ in range(3):
+        for tokens in (m for m in PROMPTS if len(start) + m < max_tokens):
+            times = list[float]()
+            while len(times) < 3 and sum(times) < _LONG_RUN_S:
                 context.adopt(start)
-                start_s = time.perf_counter()
+                start_s = now()
                 prefill(sample(vocabulary, tokens))
-                times.append(time.perf_counter() - start_s)
-            points.append([tokens, before, min(times)])
+                times.append(now() - start_s)
+            points.append([tokens, len(start), min(times)])
     context.adopt(())
     return points
 

@@ -233,9 +233,6 @@ class ServingEngine:
         message: FromEngine | Pending | None
         try:
             message = next(answer.messages)
-            if answer.reading and isinstance(message, Pending):
-                # The first text waits for nothing: the next step may have calls to bind first.
-                message = next(answer.messages)
         except StopIteration:
             message = None
         except UserError as error:

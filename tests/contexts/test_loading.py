@@ -8,14 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero.backends.host.clock import ManualClock
 from hetero.contexts.load_plan import LoadItem, Rates, plan_load
-from hetero.contexts.measured import LONGEST_BEFORE, PROMPTS
+from hetero.contexts.measured import LONGEST_BEFORE, PROMPTS, measure_prompts
 from hetero.contexts.prompt_times import (
     CalibratedTimes,
     PredictedTimes,
@@ -231,6 +234,18 @@ def test_a_plan_by_the_cost_model_is_as_good_as_trying_all(
     found = simulated(pieces, plan.load, prompt, truth, 0)
     assert found <= 1.05 * min(times)
     assert plan.predicted_s == pytest.approx(found, rel=0.15)
+
+
+@pytest.mark.parametrize(("token_s", "before", "most_s"), [(1e-4, 2048, 1.0), (5e-3, 400, 20.0)])
+def test_a_slow_device_is_measured_once_and_behind_less(
+    token_s: float, before: int, most_s: float
+) -> None:
+    clock = ManualClock()
+    context: Any = SimpleNamespace(home=SimpleNamespace(max_tokens=8000), adopt=lambda tokens: None)
+    points = measure_prompts(context, 100, lambda text: clock.sleep(token_s * len(text)), clock.now)
+    assert [x[:2] for x in points] == [[m, at] for at in (0, before) for m in PROMPTS]
+    assert [x[2] for x in points] == pytest.approx([token_s * x[0] for x in points])
+    assert clock.now() < most_s
 
 
 def test_held_times_are_the_measured_ones_where_there_are_some() -> None:
