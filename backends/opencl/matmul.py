@@ -1,10 +1,9 @@
 """MatMul on OpenCL: kernels for a CPU's vector unit (PoCL) and for real GPUs.
 
 Both read the packed weights in place (`hetero.backends.weights`). On a CPU a work-item packs x into
-tiles of a few tokens (as int8 codes for `w4a8` and `w8a8`, and for `w4a16` where 16-bit integers are
-faster than floats; one token of floats needs none of it) and multiplies its share of the rows.
-On a GPU a work-group reduces 16 rows along k for up to 8 tokens and computes local-memory tiles
-above.
+tiles of a few tokens (int8 codes for `w4a8` and `w8a8`, int16 for `w4a16` where that is faster
+than floats; one token of floats needs none of it) and multiplies its share of the rows. On a GPU a
+work-group reduces 16 rows along k for up to 8 tokens and computes local-memory tiles above.
 """
 
 from __future__ import annotations

@@ -188,9 +188,9 @@ _AVX512_BLOCKS = {
     1: (WorkTile(1, 1, 1, 1024), WorkTile(4, 4, 1, 1024), WorkTile(INF, 4, 4, 256)),
     2: (WorkTile(1, 1, 1, 1024), WorkTile(4, 4, 1, 1024), WorkTile(INF, 4, 2, 512)),
 }
-# Measured on one Zen 3 core; 16 registers of 8. Pairs of int16 multiply at twice the rate of floats,
-# and widening to floats has no permutation of 16 values here: w4a16 computes 1.4 times as fast for
-# many tokens, 1.7 times for two, and streams at the speed of memory for one.
+# Measured on one Zen 3 core; 16 registers of 8. Pairs of int16 multiply at 1.5 times the rate of
+# floats, and widening to those has no permutation of 16 values here: w4a16 computes 1.4 times as
+# fast for many tokens, 1.7 times for two, and streams at the speed of memory for one.
 _AVX2 = (WorkTile(1, 1, 2), WorkTile(2, 2, 2), WorkTile(8, 4, 2), WorkTile(INF, 4, 3, widen=384))
 _AVX2_SPECIAL = {
     WeightFormat.W4A16: (
