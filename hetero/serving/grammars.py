@@ -18,6 +18,12 @@ LONGEST_GRAMMAR: Final = 256 << 10  # characters
 # Keys that add other schemas to an object, or say what else it has.
 _SHARING: Final = {"patternProperties", "unevaluatedProperties", "anyOf", "oneOf", "not", "if",
                    "$ref", "$dynamicRef", "dependentSchemas"}  # fmt: skip
+# Keys whose values are a schema, schemas by name, and lists of schemas.
+_ONE_SCHEMA: Final = {"items", "additionalProperties", "unevaluatedProperties", "propertyNames",
+                      "contains", "not", "if", "then", "else"}  # fmt: skip
+_SCHEMAS_BY_NAME: Final = {"properties", "patternProperties", "$defs", "definitions",
+                           "dependentSchemas"}  # fmt: skip
+_SCHEMA_LISTS: Final = {"anyOf", "oneOf", "prefixItems"}
 
 
 class TokenBytes:
@@ -70,9 +76,7 @@ def json_grammar(schema: Any) -> str:
     if not isinstance(schema, dict):
         raise UserError(f"a JSON schema must be an object, got {str(schema)[:80]!r}")
     try:
-        text = json.dumps(schema)
-        if '"allOf"' not in text:  # any object may be one of those that it adds up
-            text = json.dumps(_closed(schema))
+        text = json.dumps(schema if _has_all_of(schema) else _closed(schema))
         return str(
             llguidance.LLMatcher.grammar_from_json_schema(
                 text, overrides={"whitespace_flexible": False}
@@ -91,10 +95,25 @@ def inline_json(schema: Any) -> str:
     """
     schema = {"type": "object"} if schema is True else dict(schema)
     json_grammar(schema)  # raises for what cannot be used
-    if '"allOf"' not in json.dumps(schema):
+    if not _has_all_of(schema):
         schema = _closed(schema)
     spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     return f"%json {json.dumps({**schema, 'x-guidance': spaces})}"
+
+
+def _has_all_of(schema: Any) -> bool:
+    """Return whether `allOf` is a keyword in a schema: any object may be one of those it adds up.
+
+    Names of properties, texts and enumerated values do not count.
+    """
+    if not isinstance(schema, dict):
+        return False
+    inner = [value for key, value in schema.items() if key in _ONE_SCHEMA]
+    for key in _SCHEMAS_BY_NAME & schema.keys():
+        inner += schema[key].values() if isinstance(schema[key], dict) else ()
+    for key in _SCHEMA_LISTS & schema.keys():
+        inner += schema[key] if isinstance(schema[key], list) else ()
+    return "allOf" in schema or any(map(_has_all_of, inner))
 
 
 def _closed(schema: Any) -> Any:

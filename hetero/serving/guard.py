@@ -56,7 +56,8 @@ class Guard:
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         try:
             self._check_host(headers.get(b"host", ""))
-            if self._keys is None and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+            opens = scope["path"] in OPEN and scope["method"] in ("GET", "HEAD")
+            if self._keys is None and scope["method"] != "OPTIONS" and not opens:
                 self._check_origin(headers)
             scope.setdefault("state", {})["app"] = self._app(scope["path"], headers)
             room = self._room(headers)

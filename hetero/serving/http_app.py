@@ -73,7 +73,7 @@ def make_app(
     app.state.hetero = models
     for router in _ROUTERS:
         app.include_router(router)
-    app.add_api_route("/", _page, methods=["GET", "HEAD"], include_in_schema=False)
+    app.add_api_route("/", _page, methods=["GET"], include_in_schema=False)
     app.add_exception_handler(ApiError, _failed)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _no_route)
@@ -111,6 +111,8 @@ class _Requests:
                 self._models.metrics.requests.labels(path, str(message["status"])).inc()
             await send(message)
 
+        if scope["method"] == "HEAD":  # the HTTP server sends no body for it
+            scope = {**scope, "method": "GET"}
         with ExitStack() as leases:
             scope["state"] = {**scope.get("state", {}), "leases": leases}
             await self._inner(scope, receive, seen)
@@ -149,7 +151,9 @@ async def _invalid(request: Request, error: Exception) -> Response:
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     missing_here = "there is no such endpoint"
-    if not request.url.path.startswith("/v1"):
+    if request.url.path.startswith("/v1/v1/"):
+        missing_here += ": the path has /v1 twice, so leave it out of the base URL or of the path"
+    elif not request.url.path.startswith("/v1/"):
         missing_here += ": the API is under /v1, so a base URL ends with it"
     texts = {404: missing_here, 405: "this endpoint has another method"}
     wrong = ApiError(error.status_code, texts.get(error.status_code, str(error.detail)))

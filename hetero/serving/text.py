@@ -52,8 +52,8 @@ class TemplateRequest(Request):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-@router.api_route("/health", methods=["GET", "HEAD"])
-@router.api_route("/v1/health", methods=["GET", "HEAD"], include_in_schema=False)
+@router.get("/health")
+@router.get("/v1/health", include_in_schema=False)
 async def health(request: HttpRequest) -> Response:
     """Return whether the server answers."""
     if models_of(request).ending:

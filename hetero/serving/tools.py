@@ -115,6 +115,13 @@ def _choice(choice: Any) -> tuple[str, frozenset[str]]:
             mode, names = inner.get("mode", "auto"), frozenset(filter(None, allowed))
         else:
             mode, names = "required", frozenset([_named(choice)])
+            if "" in names:
+                raise ApiError(
+                    400,
+                    f"tool_choice of type {str(choice.get('type'))[:40]!r} names no function: "
+                    "only functions are called here",
+                    param="tool_choice",
+                )
     else:
         mode, names = choice or "auto", frozenset[str]()
     if mode not in ("auto", "none", "required"):

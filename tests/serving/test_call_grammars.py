@@ -18,6 +18,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from hetero.models.tokenizer import HfTokenizer
 from hetero.serving.answer_parser import AnswerForm, AnswerParser, AnswerPart, whole_parts
 from hetero.serving.call_grammars import MOST_CALLS, CallWriter
+from hetero.serving.errors import ApiError
 from hetero.serving.grammars import GrammarConstraint, TokenBytes
 from hetero.serving.tools import ToolUse, tool_use
 
@@ -261,3 +262,8 @@ def test_texts_between_tags_have_no_quotes() -> None:
         parser = AnswerParser(made.form, use_of().schemas, bare=made.bare)
         parser.feed(text, last=True)
         assert [json.loads(part.text) for part in parser.parts] == [arguments]
+
+
+def test_a_choice_that_is_no_function_is_named() -> None:
+    with pytest.raises(ApiError, match="type 'web_search' names no function"):
+        use_of({"type": "web_search"})

@@ -27,12 +27,17 @@ def test_a_base_url_without_v1_is_told_so(server: Server) -> None:
             answer = client.post(path, json=ASKED)
             assert answer.status_code == 404
             assert "the API is under /v1" in answer.json()["error"]["message"]
+        answer = client.post("/v1/v1/chat/completions", json=ASKED)
+        assert answer.status_code == 404
+        assert "/v1 twice" in answer.json()["error"]["message"]
 
 
 def test_health_page_and_models_are_found(server: Server) -> None:
     with server.client() as client:
-        for path in ("/health", "/v1/health", "/"):
-            assert client.head(path).status_code == 200, path
+        for path in ("/health", "/v1/health", "/", "/v1/models", "/metrics", "/props", "/slots"):
+            answer = client.head(path)
+            assert (answer.status_code, answer.content) == (200, b""), path
+        assert client.head("/v1/completions").status_code == 405
         listed = client.get("/v1/models").json()
         assert client.get("/v1/models/").json() == listed
         assert listed["object"] == "list"

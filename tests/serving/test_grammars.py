@@ -167,6 +167,12 @@ OWN = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": [
         (OWN | {"additionalProperties": True}, {"a": 1}, True),
         ({"type": "object"}, {"a": 1}, True),
         ({"allOf": [OWN, {"properties": {"b": {"type": "integer"}}}]}, {"a": 1, "b": 1}, True),
+        (
+            {"properties": {"allOf": {"type": "integer"}}, "required": ["allOf"]},
+            {"allOf": 1},
+            False,
+        ),
+        (OWN | {"description": 'not "allOf"', "default": {"allOf": 1}}, {"a": 1}, False),
     ],
 )
 def test_an_object_has_the_properties_of_its_schema_alone(

@@ -25,7 +25,11 @@ async def _inner(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def asked(
-    guard: Guard, parts: Sequence[bytes | float], headers: dict[str, str]
+    guard: Guard,
+    parts: Sequence[bytes | float],
+    headers: dict[str, str],
+    method: str = "POST",
+    path: str = "/v1/completions",
 ) -> tuple[int, bytes]:
     """Status and body; a number is a pause in seconds, the end without a last part a disconnect."""
     sent: list[Message] = []
@@ -48,7 +52,7 @@ def asked(
             sent.append(message)
 
         pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": pairs}
+        scope = {"type": "http", "method": method, "path": path, "headers": pairs}
         await guard(scope, receive, send)
 
     asyncio.run(run())
@@ -111,6 +115,21 @@ def test_pages_elsewhere_change_nothing(headers: dict[str, str], status: int) ->
     allowing = guard(origins=["https://good.example"])
     sent = HERE | headers | {"content-length": "1"}
     assert asked(allowing, [b"a"], sent)[0] == status
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/slots", 403),  # it loads a model
+        ("HEAD", "/props", 403),
+        ("GET", "/", 200),  # a link to the page
+        ("GET", "/health", 200),
+        ("POST", "/health", 403),
+    ],
+)
+def test_pages_elsewhere_load_no_model(method: str, path: str, status: int) -> None:
+    sent = HERE | {"sec-fetch-site": "cross-site"}
+    assert asked(guard(), [b""], sent, method, path)[0] == status
 
 
 def test_half_a_character_does_not_come_in() -> None:
