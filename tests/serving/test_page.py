@@ -124,6 +124,44 @@ def test_an_answer_is_stopped_by_button_and_by_new(browser: Any, local: Server) 
     assert page.texts(".said.user") == ["A new one"]
 
 
+SLOW = """
+const real = window.fetch;
+window.sent = [];
+window.fetch = async (path, options) => {
+  if (path === "/v1/responses") window.sent.push(JSON.parse(options.body));
+  const answer = await real(path, options);
+  if (path === "/v1/conversations") await new Promise((go) => setTimeout(go, 500));
+  return answer;
+};
+"""
+
+
+def test_new_while_a_conversation_is_made_leaves_nothing(browser: Any, local: Server) -> None:
+    page = Page(browser, local.url)
+    page.run(SLOW + BEGIN + "setTimeout(() => $('new').click(), 100)")
+    page.wait(lambda: not page.all(".said"))
+    page.say("A new one")
+    assert page.texts(".said.user") == ["A new one"]
+    assert [each["input"] for each in page.run("return window.sent")] == ["A new one"]
+    assert "Tell me a story" not in page.texts(".row .open")
+
+
+def test_settings_are_those_of_the_next_answer(browser: Any, local: Server) -> None:
+    page = Page(browser, local.url)
+    changed = "$({0!r}).value = {1!r}; $({0!r}).dispatchEvent(new Event('change')); "
+    given = {"temperature": "0.3", "top_p": "0.9", "system": "Be brief.", "thinking": "none"}
+    page.run(SLOW + "".join(changed.format(*each) for each in given.items()))
+    try:
+        page.say("With settings")
+        (sent,) = page.run("return window.sent")
+    finally:
+        page.run("localStorage.clear()")
+    assert (sent["temperature"], sent["top_p"]) == (0.3, 0.9)
+    assert sent["instructions"] == "Be brief."
+    assert sent["reasoning"] == {"effort": "none"}
+    assert page.texts("#work")[0], "what the devices do, in words"
+
+
 def test_markup_is_text_and_code_is_code(browser: Any, local: Server) -> None:
     page = Page(browser, local.url)
     text = "<b>x</b> `a<b` and **bold**\\n```py\\nif a < b:\\n    go()\\n```"
