@@ -62,3 +62,19 @@ def test_a_prompt_is_shown_with_and_without_the_answers_beginning(server: Server
         )
     assert asked["prompt"].startswith(bare["prompt"])
     assert len(asked["prompt"]) > len(bare["prompt"])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": None},
+        {"content": [{"type": "refusal", "refusal": "No."}]},
+        {"content": None, "refusal": "No."},
+    ],
+)
+def test_an_assistant_that_said_nothing_or_refused_is_taken(server: Server, answer: Any) -> None:
+    user = ASKED["messages"][0]
+    messages = [user, {"role": "assistant", **answer}, user]
+    with server.client() as client:
+        got = client.post("/v1/chat/completions", json={**ASKED, "messages": messages})
+    assert got.status_code == 200, got.text

@@ -132,8 +132,9 @@ def test_other_grammars(llm: LLM, tokens: TokenBytes) -> None:
     "grammar", [lark_grammar("start: nothing"), regex_grammar("("), "", "{", "x" * 300_000]
 )
 def test_what_is_no_grammar_is_one_sentence(tokens: TokenBytes, grammar: str) -> None:
-    with pytest.raises(UserError):
+    with pytest.raises(UserError) as raised:
         tokens.check(grammar)
+    assert not re.search(r"\n|<state>|Tokens:|⟦", str(raised.value)), "a parser's own notes"
 
 
 def test_a_mask_is_what_the_matcher_takes(llm: LLM, tokens: TokenBytes) -> None:

@@ -47,6 +47,19 @@ def test_a_thought_is_bounded(client: httpx.Client, budget: int | None) -> None:
     assert "think" not in message["content"]
 
 
+def test_a_thought_is_bounded_as_each_api_says_it(client: httpx.Client) -> None:
+    forced = len("\n</think>\n\n")
+    asked = {"model": "m", "ignore_eos": True, "temperature": 0}
+    responses = {**asked, "input": "ab", "max_output_tokens": 40, "reasoning": {"max_tokens": 3}}
+    usage = sent(client, "/v1/responses", responses)["usage"]
+    assert 3 <= usage["output_tokens_details"]["reasoning_tokens"] <= 3 + forced
+    thinking = {"type": "enabled", "budget_tokens": 3}
+    said = sent(client, "/v1/messages", {**ASKED, "ignore_eos": True, "thinking": thinking})
+    thought = [x["thinking"] for x in said["content"] if x["type"] == "thinking"]
+    assert sum(map(len, thought)) <= 3 + forced
+    assert "think" not in "".join(x.get("text", "") for x in said["content"])
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_thoughts_are_counted(client: httpx.Client, stream: bool) -> None:
     def counted() -> float:
