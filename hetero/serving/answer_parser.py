@@ -14,7 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from hetero.models.tokenizer import HfTokenizer, Tokenizer
-from hetero.serving.call_forms import FORMS, HERMES, MARKERS, Call, CallForm, Schemas, read_whole
+from hetero.serving.call_forms import (
+    FORMS,
+    HERMES,
+    MARKERS,
+    Call,
+    CallForm,
+    Schemas,
+    read_python,
+    read_whole,
+)
 from hetero.serving.json_text import parse_json
 
 Kind = Literal["thought", "text", "call"]
@@ -108,10 +117,11 @@ class AnswerForm:
 
 
 class _Braces:
-    """The end of a JSON object or list in a text that comes in pieces."""
+    """The end of an object or list in a text that comes in pieces: JSON's, or Python's `quotes`."""
 
-    def __init__(self) -> None:
-        self._depth, self._text, self._escaped, self._at = 0, False, False, 0
+    def __init__(self, quotes: str = '"') -> None:
+        self._quotes, self._quote = quotes, ""  # the one of the text that is open
+        self._depth, self._escaped, self._at = 0, False, 0
         self.end = 0  # offset behind it; 0 while it is open
 
     def read(self, text: str, start: int) -> int:
@@ -128,11 +138,11 @@ class _Braces:
     def _character(self, character: str) -> None:
         if self._escaped:
             self._escaped = False
-        elif self._text:
+        elif self._quote:
             self._escaped = character == "\\"
-            self._text = character != '"'
-        elif character == '"':
-            self._text = True
+            self._quote = "" if character == self._quote else self._quote
+        elif character in self._quotes:
+            self._quote = character
         elif character in "{[":
             self._depth += 1
         elif character in "}]":
@@ -150,6 +160,10 @@ class _OpenCall:
     part: AnswerPart | None = None
     start: int = 0
     sent: int = 0
+
+    def __post_init__(self) -> None:
+        if self.form is not None and self.form.read is read_python:
+            self.outer = _Braces("\"'")
 
 
 class AnswerParser:
