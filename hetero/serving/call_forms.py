@@ -28,12 +28,18 @@ class CallForm:
     read: Callable[[str, Schemas], list[Call]]
 
 
+def _unfenced(text: str) -> str:
+    """Return what is between Markdown's fences, where a text is in them; values may have some."""
+    fenced = _FENCE.match(text)
+    return text if fenced is None else fenced[1]
+
+
 def read_json(text: str, schemas: Schemas) -> list[Call]:
     """Return calls that are JSON: an object, a list, or several with `;` or a line between.
 
     Raises `ValueError` for anything else.
     """
-    text = _FENCE.sub(r"\1", text).strip()
+    text = _unfenced(text).strip()
     decoder, at, records = json.JSONDecoder(), 0, list[Any]()
     while at < len(text):
         try:
@@ -342,7 +348,7 @@ def read_whole(text: str, schemas: Schemas) -> list[Call]:
     """Return the calls of an answer that is nothing else. Raises `ValueError`."""
     for read in (read_json, read_python):
         try:
-            calls = read(_FENCE.sub(r"\1", text), schemas)
+            calls = read(_unfenced(text), schemas)
         except ValueError:
             continue
         if calls:

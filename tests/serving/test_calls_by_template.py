@@ -87,7 +87,9 @@ TEMPLATES = {
 # Texts stand between these markers as they are, so a marker in a text is one, and spaces may go.
 UNQUOTED = ("qwen3-coder", "qwen3.5", "glm")
 # Any characters in quotes; of families that quote with a marker or not at all, plainer ones.
-QUOTED = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+QUOTED = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
+    ["```", "```json\n{}\n```", "[it's", '{"a": 1}', "</s>"]
+)
 PLAIN = st.text(st.characters(categories=["L", "N", "P"], exclude_characters="<>|"), max_size=12)
 
 
