@@ -112,10 +112,10 @@ def test_a_bad_input_is_one_sentence(
     monkeypatch.setattr("hetero.backends.host.files.PIPE_WAIT_S", 0.1)
     monkeypatch.setattr(cli, "app", app)
     capfd.readouterr()
-    started = time.monotonic()
+    started, worked = time.monotonic(), time.process_time()
     with limits(case.file_limit), pytest.raises(SystemExit) as ended:
         cli.main([filled(word) for word in case.words])
-    took = time.monotonic() - started
+    took, worked = time.monotonic() - started, time.process_time() - worked
     out, errors = capfd.readouterr()
     assert (ended.value.code, out) == (2, ""), errors
     said = [line for line in errors.splitlines() if not line.startswith("hetero: profile=")]
@@ -123,5 +123,6 @@ def test_a_bad_input_is_one_sentence(
     assert said[0].startswith("hetero: ")
     assert filled(case.sentence) in said[0]
     assert len(said[0]) < 2000
-    assert took < LIMIT_S
+    assert worked < LIMIT_S
+    assert took < 6 * LIMIT_S, "other programs may have the cores"
     assert files(work) == before
