@@ -219,12 +219,33 @@ def test_parts_of_an_answer_that_was_begun_follow_each_other() -> None:
     assert [message["content"] for message in own.plain()] == expected
 
 
-@pytest.mark.parametrize("begun", ["One, two,", "  One two \n", "", " "])
+@pytest.mark.parametrize("begun", ["One, two,", "  One two \n", "", " ", "<", "/", ">", "</>"])
 def test_an_answer_that_was_begun_goes_on(begun: str) -> None:
     chat = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": begun}]
     text = text_of(PLAIN + ASKS, chat, continues=True)
     assert text == f"<user>Count.</><assistant>{begun.rstrip()}"
     assert text_of(PLAIN + ASKS, chat).endswith("</><assistant>")
+
+
+@pytest.mark.parametrize("begun", ["end", "|", ">", "<|im_end|>", "im_end\n end"])
+def test_an_answer_may_begin_like_the_end_of_a_turn(begun: str) -> None:
+    text = text_of(QWEN3, [USER, {"role": "assistant", "content": begun}], continues=True)
+    assert text == f"<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n{begun}"
+
+
+def test_a_template_may_strip_an_answer_that_was_begun() -> None:
+    template = PLAIN.replace("m.content", "m.content | trim")
+    chat = [USER, {"role": "assistant", "content": " One\n two "}]
+    assert text_of(template, chat, continues=True) == "<user>x</><assistant>One\n two"
+
+
+@pytest.mark.parametrize(
+    "shown", ["m.content.split('</think>')[-1]", "'' if m.role == 'assistant' else m.content"]
+)
+def test_an_answer_that_the_template_cuts_is_not_continued(shown: str) -> None:
+    chat = [USER, {"role": "assistant", "content": "Hm.</think>One"}]
+    with pytest.raises(ApiError, match="does not show"):
+        text_of(PLAIN.replace("m.content", shown), chat, continues=True)
 
 
 @given(st.lists(st.text('a\\"u0d8\ud83d\ude00\ufffd', max_size=6)))
