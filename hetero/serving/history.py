@@ -23,21 +23,25 @@ from hetero.serving.tools import ToolUse
 Item = dict[str, Any]
 
 
-def read_items(given: str | Sequence[dict[str, Any]], param: str = "input") -> list[Item]:
+def read_items(
+    given: str | Sequence[dict[str, Any]], param: str = "input", *, answered: bool = False
+) -> list[Item]:
     """Return the items of a request, with ids and nothing but text.
 
+    With `answered` an answer follows, which continues a last message of the assistant.
     `item_reference` is left for who can look it up. Raises `ApiError`.
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    return [_item(item, f"{param}.{i}") for i, item in enumerate(given)]
+    last = len(given) - 1 if answered else -1
+    return [_item(item, f"{param}.{i}", begun=i == last) for i, item in enumerate(given)]
 
 
-def _item(item: dict[str, Any], where: str) -> Item:
+def _item(item: dict[str, Any], where: str, *, begun: bool) -> Item:
     kind = item.get("type") or "message"
     match kind:
         case "message":
-            return _message(item, where)
+            return _message(item, where, begun=begun)
         case "item_reference" if isinstance(item.get("id"), str):
             return {"type": kind, "id": item["id"]}
         case "reasoning":
@@ -65,11 +69,12 @@ def _item(item: dict[str, Any], where: str) -> Item:
     return {"id": name, "type": kind, "status": "completed", **fields}
 
 
-def _message(item: dict[str, Any], where: str) -> Item:
+def _message(item: dict[str, Any], where: str, *, begun: bool) -> Item:
     role = item.get("role")
     if role not in ("system", "developer", "user", "assistant"):
         raise ApiError(400, "a message's role is system, developer, user or assistant", param=where)
-    text = plain_text(item.get("content"), f"{where}.content")
+    begun = begun and role == "assistant"
+    text = plain_text(item.get("content"), f"{where}.content", begun=begun)
     part: Item = {"type": "input_text", "text": text}
     if role == "assistant":
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
@@ -180,14 +185,15 @@ def tokens_of(
 ) -> WholeText:
     """Return the text of a conversation that is to be answered.
 
-    `before` is the text up to the last answer in the model's own tokens: a text that is sent again
-    often has others. With `drops` the context forgets the oldest of those tokens where there is no
-    room, or, without `before` or where the model cannot, the oldest turns are left out. Raises
-    `UserError`.
+    A last message of the assistant is continued, as in the other APIs. `before` is the text up to
+    the last answer in the model's own tokens: a text that is sent again often has others. With
+    `drops` the context forgets the oldest of those tokens where there is no room, or, without
+    `before` or where the model cannot, the oldest turns are left out. Raises `UserError`.
     """
     system = [{"role": "system", "content": instructions}] if instructions else []
     messages = [*system, *messages_of(items)]
-    whole, slides = rendered(state, messages, use, variables), drops and state.shifts
+    whole = rendered(state, messages, use, variables, continues=True)
+    slides = drops and state.shifts
     continued = _with_turn(state, messages, before, use, variables) if before else []
     whole = continued or whole
     full = slides and len(whole) + answer > state.max_seq_len
@@ -202,7 +208,7 @@ def tokens_of(
         if not later:
             break
         turns = turns[later:]
-        whole = rendered(state, [*system, *turns], use, variables)
+        whole = rendered(state, [*system, *turns], use, variables, continues=True)
     return WholeText(whole, slides and len(whole) + answer > state.max_seq_len, keep)
 
 
@@ -227,7 +233,7 @@ def _with_turn(
     use: ToolUse,
     variables: Mapping[str, Any],
 ) -> list[int]:
-    """Return `before` with the template's text after its last answer.
+    """Return `before` with the template's text after its last answer, or alone to continue that.
 
     It is empty if that cannot be found: two conversations that differ only in that answer are equal
     from there on.
@@ -235,6 +241,8 @@ def _with_turn(
     at = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
     if at < 0 or messages[at].get("tool_calls"):
         return []
+    if at == len(messages) - 1:
+        return [*before]
     whole = rendered(state, messages, use, variables)
     one, other = (
         rendered(

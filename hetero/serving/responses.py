@@ -235,8 +235,11 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
         raise ApiError(
             400, "conversation and previous_response_id do not go together", param="conversation"
         )
-    given = [await _referenced(state, app, item) for item in read_items(body.input)]
+    items = read_items(body.input, answered=True)
+    given = [await _referenced(state, app, item) for item in items]
     before, tokens = await _before(state, app, body)
+    if any(message["role"] == "assistant" for message in messages_of(given)):
+        tokens = []  # they are those up to the last answer, which is a given one
     schema, grammar = body.answer_schema(), ""
     if schema is not None and not use.schemas:
         grammar = await state.texts(json_grammar, schema)
