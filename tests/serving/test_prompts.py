@@ -91,3 +91,30 @@ def test_an_answer_that_is_added_to_a_conversation_is_seen(client: httpx.Client,
     whole = {"model": "demo", "input": [*items, STORY]}
     assert used == sent(client, "/v1/responses/input_tokens", whole)["input_tokens"]
     assert client.delete(f"/v1/conversations/{name}").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"continue_final_message": False}, {"add_generation_prompt": True}],
+)
+def test_the_prompt_of_a_chat_is_shown(client: httpx.Client, change: dict[str, Any]) -> None:
+    body = {"model": "demo", "messages": begun("Once upon"), **change}
+    used = sent(client, "/v1/chat/completions", {**ONE, **body})["usage"]["prompt_tokens"]
+    tokens = sent(client, "/tokenize", body)["tokens"]
+    shown = sent(client, "/apply-template", body)["prompt"]
+    assert len(tokens) == used
+    assert sent(client, "/detokenize", {"tokens": tokens})["prompt"] == shown
+    assert shown.endswith("Assistant: Once upon") == (not change)
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/apply-template", "/v1/chat/completions"])
+def test_only_an_answer_is_continued(client: httpx.Client, path: str) -> None:
+    body = {**ONE, "messages": [STORY], "continue_final_message": True}
+    refused = client.post(path, json=body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "continue_final_message"
+
+
+def test_a_prompt_is_shown_without_the_beginning_of_its_answer(client: httpx.Client) -> None:
+    body = {"messages": [STORY], "add_generation_prompt": False}
+    assert sent(client, "/apply-template", body)["prompt"].endswith("Tell me a story\n")
