@@ -73,6 +73,10 @@ def test_thinking_is_off(client: httpx.Client) -> None:
         assert said["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
     said = sent(client, "/v1/messages", ASKED | {"thinking": {"type": "disabled"}})
     assert [block["type"] for block in said["content"]] == ["text"]
+    counted = {"model": "m", "messages": MESSAGES, "thinking": {"type": "disabled"}}
+    count = sent(client, "/v1/messages/count_tokens", counted)["input_tokens"]
+    usage = said["usage"]
+    assert count == usage["input_tokens"] + usage["cache_read_input_tokens"]
     for change in ({"reasoning_effort": "none"}, {"chat_template_kwargs": off}):
         shown = sent(client, "/apply-template", {**ASKED, **change})["prompt"]
         assert shown.endswith("</think>\n\n")
