@@ -118,3 +118,15 @@ def test_only_an_answer_is_continued(client: httpx.Client, path: str) -> None:
 def test_a_prompt_is_shown_without_the_beginning_of_its_answer(client: httpx.Client) -> None:
     body = {"messages": [STORY], "add_generation_prompt": False}
     assert sent(client, "/apply-template", body)["prompt"].endswith("Tell me a story\n")
+
+
+def test_a_prompt_that_is_too_long_is_counted(client: httpx.Client) -> None:
+    most = client.get("/props").json()["default_generation_settings"]["n_ctx"]
+    text, length = "Once upon a time " * most, 4 * most
+    for path, body in (
+        ("/v1/responses/input_tokens", {"input": text}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        assert sent(client, path, body)["input_tokens"] > length
+    refused = client.post("/v1/responses", json={"input": text})
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
