@@ -42,6 +42,7 @@ from hetero.serving.tools import ToolUse, tool_use
 
 router = APIRouter()
 _EMPTY: Final = {"type": "text", "text": ""}
+_PASSED_OVER: Final = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "container_upload")
 _FIELDS: Final = {"name": "name", "description": "description", "input_schema": "parameters",
                   "strict": "strict"}  # fmt: skip
 
@@ -231,7 +232,10 @@ async def _prompt(
 
 
 def _plain(message: Message, where: str, *, last: bool) -> list[PlainMessage]:
-    """Return a message's blocks as messages: results of tools, then the rest as one."""
+    """Return a message's blocks as messages: results of tools, then the rest as one.
+
+    Blocks of tools that ran elsewhere are passed over.
+    """
     blocks = message.content
     if isinstance(blocks, str):
         blocks = [{"type": "text", "text": blocks}]
@@ -247,7 +251,7 @@ def _plain(message: Message, where: str, *, last: bool) -> list[PlainMessage]:
             calls.append({"id": str(block.get("id", "")), "type": "function", "function": function})
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking", "")))
-        elif kind != "redacted_thinking":
+        elif kind not in _PASSED_OVER and not str(kind).endswith("_tool_result"):
             text.append(block)
     if message.role == "assistant":
         words = plain_text(text, f"{where}.content", begun=last)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from hetero.runtime.kv.constants import SINKS
 from hetero.serving.errors import ApiError
@@ -21,6 +22,10 @@ from hetero.serving.template_chat import (
 from hetero.serving.tools import ToolUse
 
 Item = dict[str, Any]
+_ELSEWHERE: Final = re.compile(  # tools that do not run here, and what only OpenAI can read
+    "(web_search|file_search|code_interpreter|image_generation|computer|local_shell|shell"
+    "|apply_patch)_call(_output)?|tool_search_(call|output)|mcp_[a-z_]+|compaction"
+)
 
 
 def read_items(
@@ -29,12 +34,17 @@ def read_items(
     """Return the items of a request, with ids and nothing but text.
 
     With `answered` an answer follows, which continues a last message of the assistant.
-    `item_reference` is left for who can look it up. Raises `ApiError`.
+    `item_reference` is left for who can look it up; items of tools that ran elsewhere are passed
+    over. Raises `ApiError`.
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     last = len(given) - 1 if answered else -1
-    return [_item(item, f"{param}.{i}", begun=i == last) for i, item in enumerate(given)]
+    return [
+        _item(item, f"{param}.{i}", begun=i == last)
+        for i, item in enumerate(given)
+        if not _ELSEWHERE.fullmatch(str(item.get("type")))
+    ]
 
 
 def _item(item: dict[str, Any], where: str, *, begun: bool) -> Item:
@@ -51,14 +61,18 @@ def _item(item: dict[str, Any], where: str, *, begun: bool) -> Item:
             if isinstance(item.get("namespace"), str):
                 fields["namespace"] = item["namespace"]
             prefix = "fc"
-        case "function_call_output":
+        case "custom_tool_call":
+            fields = {name: item.get(name) for name in ("call_id", "name", "input")}
+            prefix = "ctc"
+        case "function_call_output" | "custom_tool_call_output":
             output = plain_text(item.get("output"), f"{where}.output")
-            fields, prefix = {"call_id": item.get("call_id"), "output": output}, "fco"
+            fields = {"call_id": item.get("call_id"), "output": output}
+            prefix = "fco" if kind == "function_call_output" else "ctco"
         case _:
             raise ApiError(
                 400,
-                "an item is a message, function_call, function_call_output, reasoning or "
-                "item_reference here",
+                "an item is a message, function_call, custom_tool_call, the output of one, "
+                "reasoning or item_reference here",
                 param=where,
             )
     if not all(isinstance(value, str) for value in fields.values()):
@@ -122,11 +136,11 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
         if kind == "reasoning":
             thoughts = "\n".join(part["text"] for part in item["content"])
             continue
-        if kind == "function_call_output":
+        if kind.endswith("_call_output"):
             messages.append(result_message(item["output"], item["call_id"]))
         elif kind == "function_call" and item["status"] == "incomplete":  # was cut off
             messages.append(answer_message(f"{item['name']}({item['arguments']}", (), thoughts))
-        elif kind == "function_call":
+        elif kind.endswith("_call"):
             call = _call(item)
             if messages and messages[-1]["role"] == "assistant" and not thoughts:
                 messages[-1].setdefault("tool_calls", []).append(call)
@@ -144,8 +158,13 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
 
 
 def _call(item: Item) -> dict[str, Any]:
-    """Return the call of an item in the form of chat completions, with parsed arguments."""
-    function = {"name": item["name"], "arguments": item["arguments"]}
+    """Return the call of an item in the form of chat completions, with parsed arguments.
+
+    That of a custom tool has its text as the argument `input`.
+    """
+    custom = item["type"] == "custom_tool_call"
+    arguments = {"input": item["input"]} if custom else item["arguments"]
+    function = {"name": item["name"], "arguments": arguments}
     return plain_call({"id": item["call_id"], "function": function}, "input")
 
 

@@ -143,6 +143,50 @@ def test_tools_that_cannot_run_here_are_left_out() -> None:
         ResponseRequest(tools=asked, tool_choice={"type": "custom", "name": "patch"}).use()
 
 
+ELSEWHERE: list[dict[str, Any]] = [
+    {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {}},
+    {"type": "file_search_call", "id": "fs_1", "status": "completed", "queries": ["x"]},
+    {"type": "code_interpreter_call", "id": "ci_1", "code": "1", "container_id": "c"},
+    {"type": "mcp_call", "id": "mcp_1", "name": "go", "arguments": "{}", "server_label": "x"},
+    {"type": "compaction", "id": "cmp_1", "encrypted_content": "x"},
+]
+BLOCKS: list[dict[str, Any]] = [
+    {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {}},
+    {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": []},
+    {"type": "mcp_tool_use", "id": "mcptoolu_1", "name": "go", "server_name": "x", "input": {}},
+    {"type": "mcp_tool_result", "tool_use_id": "mcptoolu_1", "content": "x"},
+]
+
+
+def test_calls_that_ran_elsewhere_are_passed_over() -> None:
+    thoughts = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    items = [USER, thoughts, *ELSEWHERE, {"role": "assistant", "content": "Found."}, USER]
+    own = {"role": "assistant", "content": "Found.", "reasoning_content": "Hm."}
+    expected = plain_messages([USER, own, USER])
+    assert messages_of(read_items(items)) == expected
+    text = {"type": "text", "text": "Found."}
+    content = [{"type": "thinking", "thinking": "Hm."}, *BLOCKS, text]
+    blocks = [USER, {"role": "assistant", "content": content}, USER]
+    assert CountRequest.model_validate({"messages": blocks}).plain() == expected
+    for kind in ("other_call", ["compaction"]):
+        with pytest.raises(ApiError, match="an item is"):
+            read_items([{"type": kind}])
+
+
+def test_a_call_of_a_custom_tool_is_a_call_with_a_text() -> None:
+    items = [
+        USER,
+        {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "*** Begin"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
+    ]
+    called = {"id": "c", "function": {"name": "patch", "arguments": {"input": "*** Begin"}}}
+    own = {"role": "assistant", "tool_calls": [called]}
+    result = {"role": "tool", "tool_call_id": "c", "content": "done"}
+    assert messages_of(read_items(items)) == plain_messages([USER, own, result])
+    with pytest.raises(ApiError, match="custom_tool_call has the texts call_id, name, input"):
+        read_items([{"type": "custom_tool_call", "call_id": "c", "name": "patch"}])
+
+
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_allowed_tools_are_all_shown_and_some_called(mode: str) -> None:
     named = [{"type": "function", "name": "go"}]
