@@ -28,7 +28,7 @@ from hetero.serving.grammars import json_grammar
 from hetero.serving.messages import Done, Run, TokenEvent
 from hetero.serving.requests import NotDone, Request, Sampling, checked_grammar, stop_texts
 from hetero.serving.served_models import acquire
-from hetero.serving.state import characters_of
+from hetero.serving.state import State, characters_of
 from hetero.serving.template_chat import Message as PlainMessage
 from hetero.serving.template_chat import (
     answer_message,
@@ -42,6 +42,7 @@ from hetero.serving.tools import ToolUse, tool_use
 
 router = APIRouter()
 _EMPTY: Final = {"type": "text", "text": ""}
+_PASSED_OVER: Final = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "container_upload")
 _FIELDS: Final = {"name": "name", "description": "description", "input_schema": "parameters",
                   "strict": "strict"}  # fmt: skip
 
@@ -53,6 +54,27 @@ class Message(Request):
     content: str | list[dict[str, Any]]
 
 
+class AnswerFormat(Request):
+    """`output_config.format`."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Request):
+    """`output_config`."""
+
+    format: AnswerFormat | None = None
+    effort: str | None = None
+
+
+class Thinking(Request):
+    """`thinking`."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=0)
+
+
 class CountRequest(Request):
     """A request to count tokens."""
 
@@ -61,6 +83,9 @@ class CountRequest(Request):
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
+    thinking: Thinking | None = None
+    thread: Any = None
 
     def use(self) -> ToolUse:
         """Return the tools in OpenAI's form. Raises `ApiError`."""
@@ -91,49 +116,6 @@ class CountRequest(Request):
             messages += _plain(message, f"messages.{i}", last=i == len(self.messages) - 1)
         return messages
 
-
-class AnswerFormat(Request):
-    """`output_config.format`."""
-
-    type: Literal["json_schema"]
-    json_schema: dict[str, Any] = Field(alias="schema")
-
-
-class OutputConfig(Request):
-    """`output_config`."""
-
-    format: AnswerFormat | None = None
-    effort: str | None = None
-
-
-class Thinking(Request):
-    """`thinking`."""
-
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(None, ge=0)
-
-
-class MessagesRequest(CountRequest):
-    """Anthropic's request."""
-
-    max_tokens: int = Field(ge=1)
-    output_config: OutputConfig | None = None
-    output_format: AnswerFormat | None = None  # of the beta
-    thread: Any = None
-    container: NotDone = None
-    mcp_servers: NotDone = None
-    thinking: Thinking | None = None
-    stream: bool | None = False
-    stop_sequences: list[str] | None = None
-    temperature: float | None = Field(None, ge=0, le=1)
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=0, lt=2**31)
-
-    def sampling(self) -> Sampling:
-        """Return the options of sampling as the other APIs have them."""
-        given = self.model_dump(include={"temperature", "top_p", "top_k"})
-        return Sampling.model_validate(given)
-
     def variables(self) -> dict[str, Any]:
         """Return the variables of the template."""
         enabled = None if self.thinking is None else self.thinking.type != "disabled"
@@ -153,6 +135,25 @@ class MessagesRequest(CountRequest):
                 code="thread_unsupported_request",
             )
 
+
+class MessagesRequest(CountRequest):
+    """Anthropic's request."""
+
+    max_tokens: int = Field(ge=1)
+    output_format: AnswerFormat | None = None  # of the beta
+    container: NotDone = None
+    mcp_servers: NotDone = None
+    stream: bool | None = False
+    stop_sequences: list[str] | None = None
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0, lt=2**31)
+
+    def sampling(self) -> Sampling:
+        """Return the options of sampling as the other APIs have them."""
+        given = self.model_dump(include={"temperature", "top_p", "top_k"})
+        return Sampling.model_validate(given)
+
     def answer_schema(self) -> dict[str, Any] | None:
         """Return the schema of an answer; None: any text."""
         config = self.output_config
@@ -169,15 +170,7 @@ async def messages(body: MessagesRequest, request: HttpRequest) -> Response:
     model = state.named(body.model)
     plain = body.plain()
     await state.check_length(texts_of(plain), "messages")
-    tokens = await state.texts(
-        rendered,
-        state,
-        plain,
-        use,
-        body.variables(),
-        continues=True,
-        characters=characters_of([plain, use.functions]),
-    )
+    tokens = await _prompt(state, body, plain, use)
     answers.check_room(state, tokens, "messages")
     wanted = AnswerOptions(
         tokens=tokens,
@@ -217,15 +210,32 @@ async def messages(body: MessagesRequest, request: HttpRequest) -> Response:
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountRequest, request: HttpRequest) -> Response:
     """Return the number of tokens of a request's prompt."""
+    body.check()
     state = await acquire(request, body.model)
-    plain, use = body.plain(), body.use()
-    size = characters_of([plain, use.functions])
-    tokens = await state.texts(rendered, state, plain, use, continues=True, characters=size)
+    tokens = await _prompt(state, body, body.plain(), body.use())
     return answers.answer_json({"input_tokens": len(tokens)})
 
 
+async def _prompt(
+    state: State, body: CountRequest, plain: list[PlainMessage], use: ToolUse
+) -> list[int]:
+    """Return the tokens that are answered."""
+    return await state.texts(
+        rendered,
+        state,
+        plain,
+        use,
+        body.variables(),
+        continues=True,
+        characters=characters_of([plain, use.functions]),
+    )
+
+
 def _plain(message: Message, where: str, *, last: bool) -> list[PlainMessage]:
-    """Return a message's blocks as messages: results of tools, then the rest as one."""
+    """Return a message's blocks as messages: results of tools, then the rest as one.
+
+    Blocks of tools that ran elsewhere are passed over.
+    """
     blocks = message.content
     if isinstance(blocks, str):
         blocks = [{"type": "text", "text": blocks}]
@@ -241,7 +251,7 @@ def _plain(message: Message, where: str, *, last: bool) -> list[PlainMessage]:
             calls.append({"id": str(block.get("id", "")), "type": "function", "function": function})
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking", "")))
-        elif kind != "redacted_thinking":
+        elif kind not in _PASSED_OVER and not str(kind).endswith("_tool_result"):
             text.append(block)
     if message.role == "assistant":
         words = plain_text(text, f"{where}.content", begun=last)

@@ -61,7 +61,40 @@ class StreamOptions(Request):
     include_usage: bool | None = False
 
 
-class ChatRequest(Penalties, Guided):
+class TemplateOptions(Request):
+    """The fields by which messages become a prompt."""
+
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def continues(self) -> bool:
+        """Return whether an answer that was begun is to be continued.
+
+        It is unless a field says otherwise, as in llama-server.
+        """
+        if self.continue_final_message is not None:
+            return self.continue_final_message
+        return not self.add_generation_prompt
+
+    def variables(self) -> dict[str, Any]:
+        """Return the variables of the template. Raises `ApiError`."""
+        own = checked_variables(self.chat_template_kwargs)
+        return thinking_variables(self.reasoning_effort) | own
+
+    def check_last(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Raise `ApiError` where the last message cannot be continued as asked."""
+        if self.continue_final_message and messages[-1].get("role") != "assistant":
+            raise ApiError(
+                400,
+                "continue_final_message is for a last message of the assistant",
+                param="continue_final_message",
+            )
+
+
+class ChatRequest(TemplateOptions, Penalties, Guided):
     """OpenAI's request, with extensions of vLLM and llama-server."""
 
     model: str | None = None
@@ -84,35 +117,11 @@ class ChatRequest(Penalties, Guided):
     web_search_options: NotDone = None
     cache_salt: str = Field("", max_length=1000)
     id_slot: int = -1
-    reasoning_effort: str | None = None
     reasoning_budget: int | None = Field(None, ge=-1)
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-
-    @property
-    def continues(self) -> bool:
-        """Return whether an answer that was begun is to be continued.
-
-        It is unless a field says otherwise, as in llama-server.
-        """
-        if self.continue_final_message is not None:
-            return self.continue_final_message
-        return not self.add_generation_prompt
-
-    def variables(self) -> dict[str, Any]:
-        """Return the variables of the template. Raises `ApiError`."""
-        own = checked_variables(self.chat_template_kwargs)
-        return thinking_variables(self.reasoning_effort) | own
 
     def check(self) -> None:
         """Raise `ApiError` for fields that are not supported, or not together."""
-        if self.continue_final_message and self.messages[-1].get("role") != "assistant":
-            raise ApiError(
-                400,
-                "continue_final_message is for a last message of the assistant",
-                param="continue_final_message",
-            )
+        self.check_last(self.messages)
         if (self.modalities or ["text"]) != ["text"]:
             raise ApiError(400, "answers are text here: leave modalities out", param="modalities")
         if self.top_logprobs and not self.logprobs:

@@ -287,7 +287,10 @@ class Records:
         return [self._get(app, body) for (body,) in rows]
 
     def add_items(self, app: str, conversation: str, items: Sequence[Item]) -> bool:
-        """Append items to a conversation; return whether it exists."""
+        """Append items to a conversation; return whether it exists.
+
+        The tokens of a text with an answer that is not the model's own are unknown.
+        """
         with self._change() as db:
             there = db.execute(
                 "select 1 from conversations where id=? and app=?", (conversation, app)
@@ -296,6 +299,8 @@ class Records:
                 return False
             self._check_room(app, sum(map(_length, items)))
             self._insert(app, conversation, items)
+            if any(item.get("role") != "user" for item in items):
+                self._forget_tokens(db, app, conversation)
             return True
 
     def delete_item(self, app: str, conversation: str, name: str) -> bool:
@@ -306,11 +311,14 @@ class Records:
                 (name, conversation, app),
             )
             if done.rowcount:
-                db.execute(
-                    "update conversations set tokens=? where id=? and app=?",
-                    (self._put(app, []), conversation, app),
-                )
+                self._forget_tokens(db, app, conversation)
             return done.rowcount > 0
+
+    def _forget_tokens(self, db: sqlite3.Connection, app: str, conversation: str) -> None:
+        db.execute(
+            "update conversations set tokens=? where id=? and app=?",
+            (self._put(app, []), conversation, app),
+        )
 
     # --- slots ------------------------------------------------------------------------------
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from hetero.runtime.kv.constants import SINKS
 from hetero.serving.errors import ApiError
@@ -21,23 +22,36 @@ from hetero.serving.template_chat import (
 from hetero.serving.tools import ToolUse
 
 Item = dict[str, Any]
+_ELSEWHERE: Final = re.compile(  # tools that do not run here, and what only OpenAI can read
+    "(web_search|file_search|code_interpreter|image_generation|computer|local_shell|shell"
+    "|apply_patch)_call(_output)?|tool_search_(call|output)|mcp_[a-z_]+|compaction"
+)
 
 
-def read_items(given: str | Sequence[dict[str, Any]], param: str = "input") -> list[Item]:
+def read_items(
+    given: str | Sequence[dict[str, Any]], param: str = "input", *, answered: bool = False
+) -> list[Item]:
     """Return the items of a request, with ids and nothing but text.
 
-    `item_reference` is left for who can look it up. Raises `ApiError`.
+    With `answered` an answer follows, which continues a last message of the assistant.
+    `item_reference` is left for who can look it up; items of tools that ran elsewhere are passed
+    over. Raises `ApiError`.
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    return [_item(item, f"{param}.{i}") for i, item in enumerate(given)]
+    last = len(given) - 1 if answered else -1
+    return [
+        _item(item, f"{param}.{i}", begun=i == last)
+        for i, item in enumerate(given)
+        if not _ELSEWHERE.fullmatch(str(item.get("type")))
+    ]
 
 
-def _item(item: dict[str, Any], where: str) -> Item:
+def _item(item: dict[str, Any], where: str, *, begun: bool) -> Item:
     kind = item.get("type") or "message"
     match kind:
         case "message":
-            return _message(item, where)
+            return _message(item, where, begun=begun)
         case "item_reference" if isinstance(item.get("id"), str):
             return {"type": kind, "id": item["id"]}
         case "reasoning":
@@ -47,14 +61,18 @@ def _item(item: dict[str, Any], where: str) -> Item:
             if isinstance(item.get("namespace"), str):
                 fields["namespace"] = item["namespace"]
             prefix = "fc"
-        case "function_call_output":
+        case "custom_tool_call":
+            fields = {name: item.get(name) for name in ("call_id", "name", "input")}
+            prefix = "ctc"
+        case "function_call_output" | "custom_tool_call_output":
             output = plain_text(item.get("output"), f"{where}.output")
-            fields, prefix = {"call_id": item.get("call_id"), "output": output}, "fco"
+            fields = {"call_id": item.get("call_id"), "output": output}
+            prefix = "fco" if kind == "function_call_output" else "ctco"
         case _:
             raise ApiError(
                 400,
-                "an item is a message, function_call, function_call_output, reasoning or "
-                "item_reference here",
+                "an item is a message, function_call, custom_tool_call, the output of one, "
+                "reasoning or item_reference here",
                 param=where,
             )
     if not all(isinstance(value, str) for value in fields.values()):
@@ -65,11 +83,12 @@ def _item(item: dict[str, Any], where: str) -> Item:
     return {"id": name, "type": kind, "status": "completed", **fields}
 
 
-def _message(item: dict[str, Any], where: str) -> Item:
+def _message(item: dict[str, Any], where: str, *, begun: bool) -> Item:
     role = item.get("role")
     if role not in ("system", "developer", "user", "assistant"):
         raise ApiError(400, "a message's role is system, developer, user or assistant", param=where)
-    text = plain_text(item.get("content"), f"{where}.content")
+    begun = begun and role == "assistant"
+    text = plain_text(item.get("content"), f"{where}.content", begun=begun)
     part: Item = {"type": "input_text", "text": text}
     if role == "assistant":
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
@@ -117,11 +136,11 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
         if kind == "reasoning":
             thoughts = "\n".join(part["text"] for part in item["content"])
             continue
-        if kind == "function_call_output":
+        if kind.endswith("_call_output"):
             messages.append(result_message(item["output"], item["call_id"]))
         elif kind == "function_call" and item["status"] == "incomplete":  # was cut off
             messages.append(answer_message(f"{item['name']}({item['arguments']}", (), thoughts))
-        elif kind == "function_call":
+        elif kind.endswith("_call"):
             call = _call(item)
             if messages and messages[-1]["role"] == "assistant" and not thoughts:
                 messages[-1].setdefault("tool_calls", []).append(call)
@@ -139,8 +158,13 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
 
 
 def _call(item: Item) -> dict[str, Any]:
-    """Return the call of an item in the form of chat completions, with parsed arguments."""
-    function = {"name": item["name"], "arguments": item["arguments"]}
+    """Return the call of an item in the form of chat completions, with parsed arguments.
+
+    That of a custom tool has its text as the argument `input`.
+    """
+    custom = item["type"] == "custom_tool_call"
+    arguments = {"input": item["input"]} if custom else item["arguments"]
+    function = {"name": item["name"], "arguments": arguments}
     return plain_call({"id": item["call_id"], "function": function}, "input")
 
 
@@ -180,14 +204,15 @@ def tokens_of(
 ) -> WholeText:
     """Return the text of a conversation that is to be answered.
 
-    `before` is the text up to the last answer in the model's own tokens: a text that is sent again
-    often has others. With `drops` the context forgets the oldest of those tokens where there is no
-    room, or, without `before` or where the model cannot, the oldest turns are left out. Raises
-    `UserError`.
+    A last message of the assistant is continued, as in the other APIs. `before` is the text up to
+    the last answer in the model's own tokens: a text that is sent again often has others. With
+    `drops` the context forgets the oldest of those tokens where there is no room, or, without
+    `before` or where the model cannot, the oldest turns are left out. Raises `UserError`.
     """
     system = [{"role": "system", "content": instructions}] if instructions else []
     messages = [*system, *messages_of(items)]
-    whole, slides = rendered(state, messages, use, variables), drops and state.shifts
+    whole = rendered(state, messages, use, variables, continues=True)
+    slides = drops and state.shifts
     continued = _with_turn(state, messages, before, use, variables) if before else []
     whole = continued or whole
     full = slides and len(whole) + answer > state.max_seq_len
@@ -202,7 +227,7 @@ def tokens_of(
         if not later:
             break
         turns = turns[later:]
-        whole = rendered(state, [*system, *turns], use, variables)
+        whole = rendered(state, [*system, *turns], use, variables, continues=True)
     return WholeText(whole, slides and len(whole) + answer > state.max_seq_len, keep)
 
 
@@ -227,7 +252,7 @@ def _with_turn(
     use: ToolUse,
     variables: Mapping[str, Any],
 ) -> list[int]:
-    """Return `before` with the template's text after its last answer.
+    """Return `before` with the template's text after its last answer, or alone to continue that.
 
     It is empty if that cannot be found: two conversations that differ only in that answer are equal
     from there on.
@@ -235,6 +260,8 @@ def _with_turn(
     at = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
     if at < 0 or messages[at].get("tool_calls"):
         return []
+    if at == len(messages) - 1:
+        return [*before]
     whole = rendered(state, messages, use, variables)
     one, other = (
         rendered(

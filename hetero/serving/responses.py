@@ -29,7 +29,14 @@ from hetero.serving.chat_completions import score
 from hetero.serving.database import StoredResponse, item_id
 from hetero.serving.errors import ApiError, missing
 from hetero.serving.grammars import json_grammar
-from hetero.serving.history import Item, messages_of, read_items, reasoning_item, tokens_of
+from hetero.serving.history import (
+    Item,
+    WholeText,
+    messages_of,
+    read_items,
+    reasoning_item,
+    tokens_of,
+)
 from hetero.serving.messages import Done, Run, TokenEvent
 from hetero.serving.requests import (
     MAX_LOGPROBS,
@@ -182,8 +189,10 @@ async def create_response(body: ResponseRequest, request: HttpRequest) -> Respon
 async def count_input(body: ResponseRequest, request: HttpRequest) -> Response:
     """Return the number of tokens of a request's text."""
     state = await acquire(request, body.model)
-    turn = await _turn(state, request.state.app, body)
-    record = {"object": "response.input_tokens", "input_tokens": len(turn.wanted.tokens)}
+    use = body.use()
+    before, given, tokens = await _items(state, request.state.app, body)
+    whole = await _whole(state, body, use, [*before, *given], tokens)
+    record = {"object": "response.input_tokens", "input_tokens": len(whole.tokens)}
     return answers.answer_json(record)
 
 
@@ -229,14 +238,8 @@ async def _stored(request: HttpRequest, name: str) -> StoredResponse:
 
 
 async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
-    model, use = state.named(body.model), body.use()
-    conversation = body.conversation_id
-    if conversation is not None and body.previous_response_id is not None:
-        raise ApiError(
-            400, "conversation and previous_response_id do not go together", param="conversation"
-        )
-    given = [await _referenced(state, app, item) for item in read_items(body.input)]
-    before, tokens = await _before(state, app, body)
+    model, use, conversation = state.named(body.model), body.use(), body.conversation_id
+    before, given, tokens = await _items(state, app, body)
     schema, grammar = body.answer_schema(), ""
     if schema is not None and not use.schemas:
         grammar = await state.texts(json_grammar, schema)
@@ -249,22 +252,10 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
     )
     if logprobs:
         options["logprobs"] = body.top_logprobs or 0
-    if not (before or given):
-        raise ApiError(400, "input is empty: give a text or items", param="input")
+    items = [*before, *given]
     if body.truncation != "auto":
-        await state.check_length(texts_of(messages_of([*before, *given])), "input")
-    whole = await state.texts(
-        tokens_of,
-        state,
-        body.instructions or "",
-        [*before, *given],
-        tokens,
-        use,
-        body.variables(),
-        drops=body.truncation == "auto",
-        answer=most_tokens(body.max_output_tokens, default=1),
-        characters=characters_of([body.instructions, before, given, use.functions]),
-    )
+        await state.check_length(texts_of(messages_of(items)), "input")
+    whole = await _whole(state, body, use, items, tokens)
     answers.check_room(state, whole.least if whole.full else whole.tokens, "input")
     wanted = AnswerOptions(
         tokens=whole.tokens,
@@ -278,6 +269,42 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
     summarised = body.reasoning is not None and body.reasoning.summarised
     begun = _begun(body, model, options)
     return _Turn(begun, use, given, before, wanted, logprobs, parser, summarised, conversation)
+
+
+async def _items(
+    state: State, app: str, body: ResponseRequest
+) -> tuple[list[Item], list[Item], list[int]]:
+    """Return the items before the input, those of the input, and the known tokens before it."""
+    if body.conversation_id is not None and body.previous_response_id is not None:
+        raise ApiError(
+            400, "conversation and previous_response_id do not go together", param="conversation"
+        )
+    items = read_items(body.input, answered=True)
+    given = [await _referenced(state, app, item) for item in items]
+    before, tokens = await _before(state, app, body)
+    if not (before or given):
+        raise ApiError(400, "input is empty: give a text or items", param="input")
+    if any(message["role"] == "assistant" for message in messages_of(given)):
+        tokens = []  # they are those up to the last answer, which is a given one
+    return before, given, tokens
+
+
+async def _whole(
+    state: State, body: ResponseRequest, use: ToolUse, items: list[Item], tokens: list[int]
+) -> WholeText:
+    """Return the text that is answered."""
+    return await state.texts(
+        tokens_of,
+        state,
+        body.instructions or "",
+        items,
+        tokens,
+        use,
+        body.variables(),
+        drops=body.truncation == "auto",
+        answer=most_tokens(body.max_output_tokens, default=1),
+        characters=characters_of([body.instructions, items, use.functions]),
+    )
 
 
 async def _referenced(state: State, app: str, item: Item) -> Item:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -104,16 +105,20 @@ def texts_of(messages: Sequence[Message]) -> list[str]:
 
 
 def _continued(tokenizer: Tokenizer, chat: list[Message], options: dict[str, Any]) -> list[int]:
-    """Return the ids up to the end of the last message's text."""
-    begun = chat[-1]["content"].rstrip()
+    """Return the ids up to the end of the last message's text.
+
+    A random marker ends that text, since the text itself may occur in what the template writes.
+    """
+    begun, marker = chat[-1]["content"].rstrip(), secrets.token_hex(16)
     if not begun.strip():
         return tokenizer.encode_chat(chat[:-1], **options)
     options = {**options, "add_generation_prompt": False}
-    text = tokenizer.render_chat([*chat[:-1], {**chat[-1], "content": begun}], **options)
-    before, match, _ = text.rpartition(begun.strip())
-    if not match:
+    text = tokenizer.render_chat([*chat[:-1], {**chat[-1], "content": begun + marker}], **options)
+    text, match, _ = text.rpartition(marker)
+    shown, wanted = ("".join(x.split()) for x in (text, begun))  # templates may strip it
+    if not match or not shown.endswith(wanted):
         raise ApiError(400, "the model's template does not show the message to continue")
-    return tokenizer.encode(before + match, add_special_tokens=False)
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _instructed(chat: list[Message], text: str) -> list[Message]:

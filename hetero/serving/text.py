@@ -10,18 +10,19 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from hetero.models.tokenizer import HfTokenizer
+from hetero.serving.chat_completions import TemplateOptions
 from hetero.serving.errors import ApiError
 from hetero.serving.metrics import EngineTotals
 from hetero.serving.requests import Request, Token
 from hetero.serving.served_models import ServedModel, acquire, models_of
 from hetero.serving.state import State, characters_of
-from hetero.serving.template_chat import checked_variables, plain_messages, rendered
+from hetero.serving.template_chat import plain_messages, rendered
 from hetero.serving.tools import tool_use
 
 router = APIRouter()
 
 
-class TokenizeRequest(Request):
+class TokenizeRequest(TemplateOptions):
     """A text (`prompt`, or llama-server's `content`), or messages."""
 
     model: str | None = None
@@ -42,14 +43,12 @@ class DetokenizeRequest(Request):
     tokens: list[Token]
 
 
-class TemplateRequest(Request):
+class TemplateRequest(TemplateOptions):
     """Messages."""
 
     model: str | None = None
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 @router.get("/health")
@@ -109,7 +108,7 @@ async def tokenize(body: TokenizeRequest, request: HttpRequest) -> Response:
 
 def _tokenized(state: State, body: TokenizeRequest) -> Response:
     if body.messages is not None:
-        tokens = rendered(state, plain_messages(body.messages), tool_use(body.tools, None))
+        tokens = _prompt(state, body, body.messages, body.tools)
     else:
         special = bool(body.add_special) if body.prompt is None else body.add_special_tokens
         text = body.content if body.prompt is None else body.prompt
@@ -155,19 +154,24 @@ async def _decoded(state: State, tokens: list[int]) -> str:
 async def apply_template(body: TemplateRequest, request: HttpRequest) -> Response:
     """Return the prompt of messages."""
     state = await acquire(request, body.model)
-    use = tool_use(body.tools, None)
-    variables = checked_variables(body.chat_template_kwargs)
-    if body.add_generation_prompt is not None:
-        variables["add_generation_prompt"] = body.add_generation_prompt
-    tokens = await state.texts(
-        rendered,
-        state,
-        plain_messages(body.messages),
-        use,
-        variables,
-        characters=characters_of([body.messages, body.tools]),
-    )
+    size = characters_of([body.messages, body.tools])
+    tokens = await state.texts(_prompt, state, body, body.messages, body.tools, characters=size)
     return JSONResponse({"prompt": await _decoded(state, tokens)})
+
+
+def _prompt(
+    state: State,
+    body: TemplateOptions,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+) -> list[int]:
+    """Return the tokens of messages as chat completions answer them."""
+    body.check_last(messages)
+    variables = body.variables()
+    if body.add_generation_prompt is False:
+        variables["add_generation_prompt"] = False
+    plain, use = plain_messages(messages), tool_use(tools, None)
+    return rendered(state, plain, use, variables, continues=body.continues)
 
 
 @router.get("/tokenizer_info")

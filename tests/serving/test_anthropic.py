@@ -97,12 +97,13 @@ def test_a_thread_is_refused_in_the_way_that_the_client_understands(
     client: Any, anthropic: Any
 ) -> None:
     """It then sends the whole conversation."""
-    with pytest.raises(anthropic.BadRequestError) as refused:
-        client.messages.create(
-            model="demo", max_tokens=4, messages=STORY, extra_body={"thread": {"type": "create"}}
-        )
-    details = refused.value.body["error"]["details"]
-    assert details["error_code"] == "thread_unsupported_request"
+    asked = {"model": "demo", "messages": STORY, "extra_body": {"thread": {"type": "create"}}}
+    create, count = client.messages.create, client.messages.count_tokens
+    for call, more in ((create, {"max_tokens": 4}), (count, {})):
+        with pytest.raises(anthropic.BadRequestError) as refused:
+            call(**asked, **more)
+        details = refused.value.body["error"]["details"]
+        assert details["error_code"] == "thread_unsupported_request"
 
 
 def test_an_output_format_is_a_grammar(client: Any) -> None:

@@ -143,6 +143,50 @@ def test_tools_that_cannot_run_here_are_left_out() -> None:
         ResponseRequest(tools=asked, tool_choice={"type": "custom", "name": "patch"}).use()
 
 
+ELSEWHERE: list[dict[str, Any]] = [
+    {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {}},
+    {"type": "file_search_call", "id": "fs_1", "status": "completed", "queries": ["x"]},
+    {"type": "code_interpreter_call", "id": "ci_1", "code": "1", "container_id": "c"},
+    {"type": "mcp_call", "id": "mcp_1", "name": "go", "arguments": "{}", "server_label": "x"},
+    {"type": "compaction", "id": "cmp_1", "encrypted_content": "x"},
+]
+BLOCKS: list[dict[str, Any]] = [
+    {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {}},
+    {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": []},
+    {"type": "mcp_tool_use", "id": "mcptoolu_1", "name": "go", "server_name": "x", "input": {}},
+    {"type": "mcp_tool_result", "tool_use_id": "mcptoolu_1", "content": "x"},
+]
+
+
+def test_calls_that_ran_elsewhere_are_passed_over() -> None:
+    thoughts = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    items = [USER, thoughts, *ELSEWHERE, {"role": "assistant", "content": "Found."}, USER]
+    own = {"role": "assistant", "content": "Found.", "reasoning_content": "Hm."}
+    expected = plain_messages([USER, own, USER])
+    assert messages_of(read_items(items)) == expected
+    text = {"type": "text", "text": "Found."}
+    content = [{"type": "thinking", "thinking": "Hm."}, *BLOCKS, text]
+    blocks = [USER, {"role": "assistant", "content": content}, USER]
+    assert CountRequest.model_validate({"messages": blocks}).plain() == expected
+    for kind in ("other_call", ["compaction"]):
+        with pytest.raises(ApiError, match="an item is"):
+            read_items([{"type": kind}])
+
+
+def test_a_call_of_a_custom_tool_is_a_call_with_a_text() -> None:
+    items = [
+        USER,
+        {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "*** Begin"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
+    ]
+    called = {"id": "c", "function": {"name": "patch", "arguments": {"input": "*** Begin"}}}
+    own = {"role": "assistant", "tool_calls": [called]}
+    result = {"role": "tool", "tool_call_id": "c", "content": "done"}
+    assert messages_of(read_items(items)) == plain_messages([USER, own, result])
+    with pytest.raises(ApiError, match="custom_tool_call has the texts call_id, name, input"):
+        read_items([{"type": "custom_tool_call", "call_id": "c", "name": "patch"}])
+
+
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_allowed_tools_are_all_shown_and_some_called(mode: str) -> None:
     named = [{"type": "function", "name": "go"}]
@@ -219,12 +263,33 @@ def test_parts_of_an_answer_that_was_begun_follow_each_other() -> None:
     assert [message["content"] for message in own.plain()] == expected
 
 
-@pytest.mark.parametrize("begun", ["One, two,", "  One two \n", "", " "])
+@pytest.mark.parametrize("begun", ["One, two,", "  One two \n", "", " ", "<", "/", ">", "</>"])
 def test_an_answer_that_was_begun_goes_on(begun: str) -> None:
     chat = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": begun}]
     text = text_of(PLAIN + ASKS, chat, continues=True)
     assert text == f"<user>Count.</><assistant>{begun.rstrip()}"
     assert text_of(PLAIN + ASKS, chat).endswith("</><assistant>")
+
+
+@pytest.mark.parametrize("begun", ["end", "|", ">", "<|im_end|>", "im_end\n end"])
+def test_an_answer_may_begin_like_the_end_of_a_turn(begun: str) -> None:
+    text = text_of(QWEN3, [USER, {"role": "assistant", "content": begun}], continues=True)
+    assert text == f"<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n{begun}"
+
+
+def test_a_template_may_strip_an_answer_that_was_begun() -> None:
+    template = PLAIN.replace("m.content", "m.content | trim")
+    chat = [USER, {"role": "assistant", "content": " One\n two "}]
+    assert text_of(template, chat, continues=True) == "<user>x</><assistant>One\n two"
+
+
+@pytest.mark.parametrize(
+    "shown", ["m.content.split('</think>')[-1]", "'' if m.role == 'assistant' else m.content"]
+)
+def test_an_answer_that_the_template_cuts_is_not_continued(shown: str) -> None:
+    chat = [USER, {"role": "assistant", "content": "Hm.</think>One"}]
+    with pytest.raises(ApiError, match="does not show"):
+        text_of(PLAIN.replace("m.content", shown), chat, continues=True)
 
 
 @given(st.lists(st.text('a\\"u0d8\ud83d\ude00\ufffd', max_size=6)))

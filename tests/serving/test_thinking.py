@@ -86,8 +86,15 @@ def test_thinking_is_off(client: httpx.Client) -> None:
         assert said["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
     said = sent(client, "/v1/messages", ASKED | {"thinking": {"type": "disabled"}})
     assert [block["type"] for block in said["content"]] == ["text"]
-    shown = sent(client, "/apply-template", {**ASKED, "chat_template_kwargs": off})
-    assert shown["prompt"].endswith("</think>\n\n")
+    counted = {"model": "m", "messages": MESSAGES, "thinking": {"type": "disabled"}}
+    count = sent(client, "/v1/messages/count_tokens", counted)["input_tokens"]
+    usage = said["usage"]
+    assert count == usage["input_tokens"] + usage["cache_read_input_tokens"]
+    for change in ({"reasoning_effort": "none"}, {"chat_template_kwargs": off}):
+        shown = sent(client, "/apply-template", {**ASKED, **change})["prompt"]
+        assert shown.endswith("</think>\n\n")
+        tokens = sent(client, "/tokenize", {**ASKED, **change})["tokens"]
+        assert sent(client, "/detokenize", {"tokens": tokens})["prompt"] == shown
     refused = client.post(
         "/v1/chat/completions", json=ASKED | {"chat_template_kwargs": {"messages": []}}
     )
