@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs LiteLLM's proxy: pip install 'litellm[proxy]'",
 )
 FILES = Path(__file__).resolve().parents[2] / "docs" / "litellm"
+ROUTER_KEY = "sk-key-of-the-router"
 USERS = [f"user {i}" for i in range(8)]
 
 
@@ -42,11 +43,17 @@ def routing(folder: Path, servers: list[Server]) -> Iterator[httpx.Client]:
             cwd=folder,
             stdout=log,
             stderr=log,
-            env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"},
+            env={
+                **os.environ,
+                "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+                "LITELLM_LOG": "ERROR",
+                "LITELLM_MASTER_KEY": ROUTER_KEY,
+            },
             start_new_session=True,
         )
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+        url, headers = f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {ROUTER_KEY}"}
+        with httpx.Client(base_url=url, headers=headers, timeout=120) as client:
             give_up_s = time.monotonic() + 180
             while True:
                 try:
@@ -59,7 +66,8 @@ def routing(folder: Path, servers: list[Server]) -> Iterator[httpx.Client]:
                 time.sleep(0.3)
             yield client
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait(30)
 
 
