@@ -151,10 +151,11 @@ class Records:
         app: str,
         stored: StoredResponse,
         items: Sequence[Item] = (),
-    ) -> None:
+    ) -> bool:
         """Store a response; one of a conversation together with the items that it adds.
 
-        Raises `ApiError` where the app has no room.
+        Return false, with nothing stored, where its conversation does not exist. Raises `ApiError`
+        where the app has no room.
         """
         put = partial(self._put, app)
         row = (
@@ -166,14 +167,16 @@ class Records:
         )
         with self._change() as db:
             self._check_room(app, sum(len(x) for x in row if x) + sum(map(_length, items)))
-            db.execute("insert into responses values (?,?,?,?,?,?,?)", row)
             if stored.conversation is not None:
                 done = db.execute(
                     "update conversations set tokens=? where id=? and app=?",
                     (row[-1], stored.conversation, app),
                 )
-                if done.rowcount:
-                    self._insert(app, stored.conversation, items)
+                if not done.rowcount:
+                    return False
+                self._insert(app, stored.conversation, items)
+            db.execute("insert into responses values (?,?,?,?,?,?,?)", row)
+            return True
 
     def response(self, app: str, name: str) -> StoredResponse | None:
         """Return one of an app's responses."""
