@@ -331,6 +331,11 @@ class Records:
         ).fetchone()
         return None if row is None else str(row[0])
 
+    def delete_slot(self, app: str, name: str) -> None:
+        """Delete the name of a saved slot."""
+        with self._change() as db:
+            db.execute("delete from slots where app=? and name=?", (app, self._hidden(app, name)))
+
     # --- inside -----------------------------------------------------------------------------
 
     def _put(self, app: str, value: Any) -> Value:

@@ -47,7 +47,22 @@ _STATUS: Final = {
     "deleted": 404,
     "engine": 500,
 }
-_CODES: Final = {"deleted": "conversation_deleted"}
+_CODES: Final = {
+    "quota": "too_many_contexts",
+    "disk": "storage_full",
+    "deleted": "conversation_deleted",
+}
+_MESSAGES: Final = {  # in the API's words, where the engine's own are for Python or the log
+    "quota": (
+        "this app's conversations and saved slots are all that --contexts-per-app allows: delete a "
+        "conversation, or a saved slot by POST /slots/0?action=erase with its `filename`"
+    ),
+    "disk": (
+        "the server's disk, or --context-disk, has no room for this text: delete a conversation or "
+        "a saved slot, or see the server's own messages"
+    ),
+    "engine": "the engine could not make this answer: see the server's own messages",
+}
 Event = TokenEvent | Run | Done | Embedded | ControlResult | ErrorReply
 
 
@@ -327,8 +342,6 @@ class EngineClient:
 
 
 def _error(reply: ErrorReply) -> ApiError:
-    status = _STATUS[reply.kind]
-    message = reply.message
-    if status == 500:
-        message = "the engine could not make this answer: see the server's own messages"
-    return ApiError(status, message, code=_CODES.get(reply.kind))
+    kind = reply.kind
+    message = _MESSAGES.get(kind, reply.message)
+    return ApiError(_STATUS[kind], message, code=_CODES.get(kind))

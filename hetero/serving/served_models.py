@@ -151,12 +151,19 @@ class Models:
         """Return the models that may keep a context."""
         return [x for x in self.served if self.only is not None or x.keeps(context)]
 
-    async def delete_context(self, app: str, context: str) -> None:
-        """Delete a context from the disk, of every model that keeps it. Raises `ApiError`."""
+    async def delete_context(self, app: str, context: str) -> int:
+        """Delete a context from the disk, of every model that keeps it.
+
+        Return how many tokens it had. Raises `ApiError`.
+        """
+        tokens = 0
         for model in self.keepers(context):
             with ExitStack() as leases:
                 await self.hold(model, leases)
-                await model.state.engine.control(app, "delete_context", context=context)
+                control = model.state.engine.control
+                value = await control(app, "delete_context", context=context)
+                tokens = max(tokens, value["tokens"])
+        return tokens
 
     def end_answers(self, app: str, context: str) -> None:
         """End the answers that are made in a context, which is being deleted."""

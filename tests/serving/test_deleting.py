@@ -94,3 +94,39 @@ def test_a_response_of_a_deleted_conversation_is_not_stored(tmp_path: Path) -> N
     assert records.response("a", "r2") is None
     assert records.keep_response("a", StoredResponse({"id": "r3"}, []))
     records.close()
+
+
+def test_saved_slots_are_deleted_by_name_and_make_room(server: Server) -> None:
+    with server.client("mail") as client:
+        client.post("/v1/completions", json={"prompt": "Once upon a time", "max_tokens": 2})
+        used = next(slot["id"] for slot in client.get("/slots").json() if slot["tokens"])
+
+        def change(action: str, name: str) -> httpx.Response:
+            return client.post(f"/slots/{used}?action={action}", json={"filename": name})
+
+        names = [f"room-{i}" for i in range(9)]
+        saved = [name for name in names if change("save", name).status_code == 200]
+        refused = change("save", "one-more")
+        assert refused.status_code == 429
+        assert change("erase", "one-more").status_code == 404
+        error = refused.json()["error"]
+        assert error["code"] == "too_many_contexts"
+        assert "action=erase" in error["message"]
+        assert "delete()" not in error["message"]
+        before = logs(server)
+        erased = change("erase", saved[0])
+        assert erased.json() == {
+            "id_slot": used,
+            "filename": saved[0],
+            "n_erased": client.get("/slots").json()[used]["tokens"],  # the recent text stays
+        }
+        assert len(before - logs(server)) == 1
+        for action in ("erase", "restore"):
+            gone = change(action, saved[0])
+            assert gone.status_code == 404
+            assert "there is no such saved slot" in gone.json()["error"]["message"]
+        assert change("erase", "../x").status_code == 400
+        assert change("save", "one-more").status_code == 200
+        assert change("restore", saved[1]).status_code == 200
+        for name in ("one-more", *saved[1:]):
+            assert change("erase", name).json()["n_erased"] > 0
