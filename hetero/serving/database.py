@@ -366,9 +366,11 @@ class Records:
             except BaseException as error:
                 if self._db.in_transaction:  # SQLite has undone some by itself: of a full disk
                     self._db.execute("rollback")
-                if isinstance(error, sqlite3.OperationalError):
+                if isinstance(error, sqlite3.Error) and _is_of_disk(error):
                     raise ApiError(
-                        507, f"the disk cannot store this ({error}): make room"
+                        507,
+                        f"the disk cannot store this ({error}): make room",
+                        code="storage_full",
                     ) from error
                 raise
 
@@ -388,6 +390,11 @@ class Records:
                 "bytes: delete some, or ask with `store: false`",
                 code="storage_full",
             )
+
+
+def _is_of_disk(error: sqlite3.Error) -> bool:
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # without what only describes it further
+    return code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
 
 def _length(item: Item) -> int:
