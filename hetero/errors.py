@@ -30,7 +30,11 @@ class QuotaError(UserError):
 
 
 class DiskFullError(UserError):
-    """The error of a budget without room for data that must be stored."""
+    """The error of data that must be stored, where the disk or its budget does not take it."""
+
+
+class StoredFileError(UserError):
+    """The error of a file of an earlier process that is damaged or cannot be read."""
 
 
 class ModelError(UserError):

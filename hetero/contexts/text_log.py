@@ -23,7 +23,7 @@ from typing import Any, Final, TypeAlias
 from hetero.backends.host.files import atomic_write, sync_directory
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.encryption import SALT_BYTES, Box, SealError, Vault
-from hetero.errors import DiskFullError, UserError
+from hetero.errors import DiskFullError, StoredFileError, UserError
 from hetero.runtime.kv.context import common_prefix
 
 VERSION: Final = 1
@@ -61,8 +61,8 @@ class Text:
 class TextLog:
     """One context's log, used by one thread at a time.
 
-    `make_room(bytes)` removes keys and values to make room for texts. Raises `UserError` where the
-    disk, or the contexts' share of it, has no room even then.
+    `make_room(bytes)` removes keys and values to make room for texts. Raises `DiskFullError` where
+    the disk cannot be written, or the contexts' share of it has no room even then.
     """
 
     def __init__(
@@ -102,18 +102,18 @@ class TextLog:
     ) -> TextLog:
         """Return a log read from the disk, up to its last whole record.
 
-        Raises `UserError` if it is damaged before its end, or of another version.
+        Raises `StoredFileError` if it is damaged before its end, or of another version.
         """
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise UserError(
+            raise StoredFileError(
                 f"{path}: cannot be read ({error.strerror or error}); check its permissions"
             ) from error
         records = _Records(vault, path.name)
         text, stop = records.read(data)
         if text is None or records.damaged or _is_followed(data, stop):
-            raise UserError(
+            raise StoredFileError(
                 f"{path}: is damaged at byte {stop}, or of another version of hetero: restore it, "
                 "or remove it to continue without this context"
             )
@@ -295,8 +295,8 @@ def _continued(text: Text, record: dict[str, Any]) -> Text:
     return replace(text, tokens=tokens, messages=messages, used=used, root=root)
 
 
-def _unwritable(path: Path, error: OSError) -> UserError:
-    return UserError(
+def _unwritable(path: Path, error: OSError) -> DiskFullError:
+    return DiskFullError(
         f"{path}: the text of a context cannot be written ({error.strerror or error}): make room, "
         "or choose another directory"
     )

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from hetero.serving.answer_parser import AnswerParser, AnswerPart, Piece
 from hetero.serving.engine_client import AnswerStream
-from hetero.serving.errors import ApiError
+from hetero.serving.errors import ApiError, missing
 from hetero.serving.messages import Done, Run, TokenEvent
 from hetero.serving.requests import checked_grammar
 from hetero.serving.state import State
@@ -415,7 +415,11 @@ async def _submit(state: State, request: Request, wanted: AnswerOptions) -> Answ
     keep = wanted.options.get("keep", 0)
     old = max(keep, wanted.options.get("old", 0))  # what the context may forget ends there
     check_room(state, [*wanted.tokens[:keep], *wanted.tokens[old:]])
-    return await state.engine.submit(request.state.app, **vars(wanted))
+    app: str = request.state.app
+    # Nothing may be awaited between this and `submit`: what is submitted can be ended.
+    if wanted.context and state.store.turns.is_closing((app, f"conv_{wanted.context}")):
+        raise missing("conversation", "conversation")
+    return await state.engine.submit(app, **vars(wanted))
 
 
 def check_room(state: State, tokens: Sequence[int], param: str = "prompt") -> None:

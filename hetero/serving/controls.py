@@ -116,10 +116,12 @@ def delete_context(engine: ControlTarget, control: Control) -> dict[str, Any]:
     """Delete a context's text, keys and values from the disk."""
     app = engine.service.bind(control.app)
     context = app.context(control.arguments["context"])
-    if context is not None:
-        engine.recent_of(app).forget(context.id)
-        context.delete()
-    return {"deleted": context is not None}
+    if context is None:
+        return {"tokens": 0}
+    tokens = len(context)
+    engine.recent_of(app).forget(context.id)
+    context.delete()
+    return {"tokens": tokens}
 
 
 def erase_slot(engine: ControlTarget, control: Control) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from contextlib import ExitStack
-from typing import Any, Literal
+from contextlib import AsyncExitStack
+from typing import Any, Final, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -12,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from hetero.serving import answers
-from hetero.serving.errors import missing
+from hetero.serving.errors import ApiError, missing
 from hetero.serving.history import read_items
 from hetero.serving.requests import Metadata, Request
 from hetero.serving.responses import listing
@@ -20,6 +21,7 @@ from hetero.serving.served_models import models_of, store_of
 
 router = APIRouter()
 MAX_ITEMS = 20
+TURN_S: Final = 30.0  # of a delete for a request that loads a model, or stores its answer
 
 
 class ConversationRequest(Request):
@@ -90,18 +92,31 @@ async def update_conversation(name: str, body: MetadataRequest, request: HttpReq
 
 @router.delete("/v1/conversations/{name}")
 async def delete_conversation(name: str, request: HttpRequest) -> Response:
-    """Delete a conversation: its items, responses, keys and values are then off the disk."""
-    store = store_of(request)
+    """Delete a conversation: its items, responses, keys and values are then off the disk.
+
+    An answer that is being made in it ends with an error, and those that wait do not begin.
+    """
+    store, models = store_of(request), models_of(request)
     app: str = request.state.app
     await _found(request, name)
-    context = name.removeprefix("conv_")
-    models = models_of(request)
-    for model in models.keepers(context):
-        with ExitStack() as leases:
-            await models.hold(model, leases)
-            await model.state.engine.control(app, "delete_context", context=context)
-    if not await store.disk(store.records.delete_conversation, app, name):
-        raise missing("conversation")
+    key, context = (app, name), name.removeprefix("conv_")
+    async with AsyncExitStack() as until_end:
+        until_end.enter_context(store.turns.closing(key))
+        models.end_answers(app, context)
+        turn = until_end.enter_async_context(store.turns.of(key))
+        try:
+            async with asyncio.timeout(TURN_S):
+                await answers.unless_disconnected(request, turn)
+        except TimeoutError:
+            raise ApiError(
+                503,
+                "a request in this conversation has not ended yet: delete it again later",
+                code="conversation_busy",
+                retry_s=5,
+            ) from None
+        await models.delete_context(app, context)
+        if not await store.disk(store.records.delete_conversation, app, name):
+            raise missing("conversation")
     return answers.answer_json({"id": name, "object": "conversation.deleted", "deleted": True})
 
 

@@ -151,10 +151,11 @@ class Records:
         app: str,
         stored: StoredResponse,
         items: Sequence[Item] = (),
-    ) -> None:
+    ) -> bool:
         """Store a response; one of a conversation together with the items that it adds.
 
-        Raises `ApiError` where the app has no room.
+        Return false, with nothing stored, where its conversation does not exist. Raises `ApiError`
+        where the app has no room.
         """
         put = partial(self._put, app)
         row = (
@@ -166,14 +167,16 @@ class Records:
         )
         with self._change() as db:
             self._check_room(app, sum(len(x) for x in row if x) + sum(map(_length, items)))
-            db.execute("insert into responses values (?,?,?,?,?,?,?)", row)
             if stored.conversation is not None:
                 done = db.execute(
                     "update conversations set tokens=? where id=? and app=?",
                     (row[-1], stored.conversation, app),
                 )
-                if done.rowcount:
-                    self._insert(app, stored.conversation, items)
+                if not done.rowcount:
+                    return False
+                self._insert(app, stored.conversation, items)
+            db.execute("insert into responses values (?,?,?,?,?,?,?)", row)
+            return True
 
     def response(self, app: str, name: str) -> StoredResponse | None:
         """Return one of an app's responses."""
@@ -336,6 +339,11 @@ class Records:
         ).fetchone()
         return None if row is None else str(row[0])
 
+    def delete_slot(self, app: str, name: str) -> None:
+        """Delete the name of a saved slot."""
+        with self._change() as db:
+            db.execute("delete from slots where app=? and name=?", (app, self._hidden(app, name)))
+
     # --- inside -----------------------------------------------------------------------------
 
     def _put(self, app: str, value: Any) -> Value:
@@ -366,9 +374,11 @@ class Records:
             except BaseException as error:
                 if self._db.in_transaction:  # SQLite has undone some by itself: of a full disk
                     self._db.execute("rollback")
-                if isinstance(error, sqlite3.OperationalError):
+                if isinstance(error, sqlite3.Error) and _is_of_disk(error):
                     raise ApiError(
-                        507, f"the disk cannot store this ({error}): make room"
+                        507,
+                        f"the disk cannot store this ({error}): make room",
+                        code="storage_full",
                     ) from error
                 raise
 
@@ -388,6 +398,11 @@ class Records:
                 "bytes: delete some, or ask with `store: false`",
                 code="storage_full",
             )
+
+
+def _is_of_disk(error: sqlite3.Error) -> bool:
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # without what only describes it further
+    return code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
 
 def _length(item: Item) -> int:

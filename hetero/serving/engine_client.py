@@ -38,7 +38,31 @@ READ_BYTES: Final = 1 << 20  # at a time
 START_S: Final = 1800.0  # for it to load the model
 STOP_S: Final = 30.0  # for the engine to write what is to be written, and end
 TERMINATE_S: Final = 5.0
-_STATUS: Final = {"user": 400, "quota": 429, "disk": 507, "missing": 404, "engine": 500}
+DELETED: Final = "this conversation was deleted while its answer was made: begin another one"
+_STATUS: Final = {
+    "user": 400,
+    "quota": 429,
+    "disk": 507,
+    "missing": 404,
+    "deleted": 404,
+    "engine": 500,
+}
+_CODES: Final = {
+    "quota": "too_many_contexts",
+    "disk": "storage_full",
+    "deleted": "conversation_deleted",
+}
+_MESSAGES: Final = {  # in the API's words, where the engine's own are for Python or the log
+    "quota": (
+        "this app's conversations and saved slots are all that --contexts-per-app allows: delete a "
+        "conversation, or a saved slot by POST /slots/0?action=erase with its `filename`"
+    ),
+    "disk": (
+        "the server's disk, or --context-disk, has no room for this text: delete a conversation or "
+        "a saved slot, or see the server's own messages"
+    ),
+    "engine": "the engine could not make this answer: see the server's own messages",
+}
 Event = TokenEvent | Run | Done | Embedded | ControlResult | ErrorReply
 
 
@@ -116,6 +140,7 @@ class EngineClient:
         self.on_end: Callable[[], None] = lambda: None
         self._options, self._longest = options, longest_queue
         self._inboxes: dict[int, Inbox] = {}
+        self._contexts: dict[int, tuple[str, str]] = {}  # app and context of an answer
         self._numbers = itertools.count()
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -218,6 +243,8 @@ class EngineClient:
         """
         self.admit(app)
         stream = AnswerStream(self, next(self._numbers), app)
+        if fields.get("context"):
+            self._contexts[stream.number] = app, fields["context"]
         try:
             await self._send(GenerateRequest(id=stream.number, app=app, **fields))
         except BaseException:
@@ -249,10 +276,22 @@ class EngineClient:
     def leave(self, number: int, app: str, *, cancel: bool) -> None:
         """Stop listening to a number."""
         del self._inboxes[number]
+        self._contexts.pop(number, None)
         self.waiting[app] -= 1
         if not self.waiting[app]:
             del self.waiting[app]
-        if cancel and self.alive and self._process is not None and self._process.stdin is not None:
+        if cancel:
+            self._cancel(number)
+
+    def end_answers(self, app: str, context: str) -> None:
+        """Cancel the answers that are made in a context, with an error for who waits for them."""
+        for number, whose in self._contexts.items():
+            if whose == (app, context):
+                self._inboxes[number].put(ErrorReply(id=number, kind="deleted", message=DELETED))
+                self._cancel(number)
+
+    def _cancel(self, number: int) -> None:
+        if self.alive and self._process is not None and self._process.stdin is not None:
             self._process.stdin.write(encode(Cancel(id=number)))
 
     async def control(self, app: str, action: str, **arguments: Any) -> dict[str, Any]:
@@ -303,8 +342,6 @@ class EngineClient:
 
 
 def _error(reply: ErrorReply) -> ApiError:
-    status = _STATUS[reply.kind]
-    message = reply.message
-    if status == 500:
-        message = "the engine could not make this answer: see the server's own messages"
-    return ApiError(status, message)
+    kind = reply.kind
+    message = _MESSAGES.get(kind, reply.message)
+    return ApiError(_STATUS[kind], message, code=_CODES.get(kind))

@@ -39,7 +39,7 @@ from hetero.contexts.recent import RecentTexts
 from hetero.contexts.scratch import another_answer, embeddings
 from hetero.contexts.service import App, Service
 from hetero.contexts.working_set import Switch
-from hetero.errors import DiskFullError, QuotaError, UserError
+from hetero.errors import DiskFullError, QuotaError, StoredFileError, UserError
 from hetero.generation.embedding import shortened
 from hetero.generation.loop import Delta, GenerationResult, Pending
 from hetero.models.pooling import pooling_of
@@ -377,8 +377,11 @@ class ServingEngine:
 
 
 def _error_reply(number: int, error: UserError) -> ErrorReply:
-    kinds = {QuotaError: "quota", DiskFullError: "disk"}
-    return ErrorReply(id=number, kind=kinds.get(type(error), "user"), message=str(error))
+    kinds = {QuotaError: "quota", DiskFullError: "disk", StoredFileError: "engine"}
+    kind = kinds.get(type(error), "user")
+    if kind in ("disk", "engine"):  # whose clients are not shown the path
+        log.error("%s", error)
+    return ErrorReply(id=number, kind=kind, message=str(error))
 
 
 def _lines(source: int, incoming: queue.SimpleQueue[Any]) -> None:

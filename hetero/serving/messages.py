@@ -139,7 +139,8 @@ class ErrorReply:
     """The request failed.
 
     `kind` is `user` (the message says what to mend), `quota` (the app has all that it may have),
-    `disk` (no room to store it), `missing` (no such object) or `engine` (not the user's fault).
+    `disk` (it cannot be stored), `missing` (no such object), `deleted` (its conversation was) or
+    `engine` (not the user's fault).
     """
 
     id: int

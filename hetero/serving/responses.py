@@ -462,12 +462,13 @@ async def _keep(
     stored = StoredResponse(
         turn.body, turn.given, body.previous_response_id, turn.conversation, tokens
     )
+    items, kept = [*turn.given, *turn.output], True
     if body.store is not False:
-        await store.disk(store.records.keep_response, app, stored, [*turn.given, *turn.output])
+        kept = await store.disk(store.records.keep_response, app, stored, items)
     elif turn.conversation is not None:
-        await store.disk(
-            store.records.add_items, app, turn.conversation, [*turn.given, *turn.output]
-        )
+        kept = await store.disk(store.records.add_items, app, turn.conversation, items)
+    if not kept:
+        raise missing("conversation", "conversation")
 
 
 class _Writer(StreamWriter):

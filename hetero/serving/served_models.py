@@ -151,6 +151,26 @@ class Models:
         """Return the models that may keep a context."""
         return [x for x in self.served if self.only is not None or x.keeps(context)]
 
+    async def delete_context(self, app: str, context: str) -> int:
+        """Delete a context from the disk, of every model that keeps it.
+
+        Return how many tokens it had. Raises `ApiError`.
+        """
+        tokens = 0
+        for model in self.keepers(context):
+            with ExitStack() as leases:
+                await self.hold(model, leases)
+                control = model.state.engine.control
+                value = await control(app, "delete_context", context=context)
+                tokens = max(tokens, value["tokens"])
+        return tokens
+
+    def end_answers(self, app: str, context: str) -> None:
+        """End the answers that are made in a context, which is being deleted."""
+        for model in self.served:
+            if model.loaded:
+                model.state.engine.end_answers(app, context)
+
     async def hold(self, model: ServedModel, leases: ExitStack) -> None:
         """Load a model, if it is not, and hold it until `leases` is closed. Raises `ApiError`."""
         give_up_s = asyncio.get_running_loop().time() + WAIT_S

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from hetero.serving.errors import ApiError, missing
 from hetero.serving.requests import Request
 from hetero.serving.served_models import acquire, models_of
+from hetero.serving.state import State
 
 router = APIRouter()
 _PARAMS: dict[str, Any] = {  # of a completion, where nothing is given, but for sampling
@@ -28,7 +29,7 @@ _PARAMS: dict[str, Any] = {  # of a completion, where nothing is given, but for 
 
 
 class SlotRequest(Request):
-    """The body of `save` and `restore`."""
+    """The body of `save` and `restore`, and of an `erase` that deletes a saved slot."""
 
     filename: str = ""
 
@@ -53,28 +54,53 @@ async def change_slot(
     body: SlotRequest | None = None,
     model: str | None = None,
 ) -> Response:
-    """Save a recent text under a name, restore it, or erase it."""
+    """Save a recent text under a name, restore it, or erase it.
+
+    To erase with a name is to delete what was saved under it.
+    """
     state = await acquire(request, model)
-    store = state.store
     app: str = request.state.app
     if not 0 <= number < state.slots:
         raise missing("slot")
-    start_s = time.perf_counter()
-    if action == "erase":
+    name = "" if body is None else body.filename
+    if action == "erase" and not name:
         value = await state.engine.control(app, "erase_slot", slot=number)
         return JSONResponse({"id_slot": number, "n_erased": value["tokens"]})
-    name = "" if body is None else body.filename
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name):
         raise ApiError(
             400, "filename is up to 100 letters, digits, `.`, `-` and `_`", param="filename"
         )
+    async with state.store.turns.of((app, "slot", name)):
+        if action == "erase":
+            return await _delete_saved(request, number, name)
+        return await _save_or_restore(state, app, number, action, name)
+
+
+async def _delete_saved(request: HttpRequest, number: int, name: str) -> Response:
+    """Delete a saved slot of every model: its text, keys and values are then off the disk."""
+    models, app = models_of(request), request.state.app
+    store = models.store
+    context = await store.disk(store.records.slot, app, name)
+    if context is None:
+        raise missing("saved slot", "filename")
+    tokens = await models.delete_context(app, context)
+    await store.disk(store.records.delete_slot, app, name)
+    if not tokens:  # a save that failed has left the name
+        raise missing("saved slot", "filename")
+    return JSONResponse({"id_slot": number, "filename": name, "n_erased": tokens})
+
+
+async def _save_or_restore(
+    state: State, app: str, number: int, action: Literal["save", "restore"], name: str
+) -> Response:
+    store, start_s = state.store, time.perf_counter()
     context = await store.disk(store.records.slot, app, name)
     if action == "restore" and context is None:
         raise missing("saved slot")
     context = context or secrets.token_hex(16)
-    value = await state.engine.control(app, f"{action}_slot", slot=number, context=context)
-    if action == "save":
+    if action == "save":  # before the context is made: without a name it could not be deleted
         await store.disk(store.records.keep_slot, app, name, context)
+    value = await state.engine.control(app, f"{action}_slot", slot=number, context=context)
     took_ms = (time.perf_counter() - start_s) * 1e3
     counts = {
         "save": {"n_saved": value["tokens"], "n_written": value["bytes"]},

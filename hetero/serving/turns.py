@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Hashable
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Hashable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 
 class Turns:
@@ -12,6 +13,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._locks: dict[Hashable, tuple[asyncio.Lock, int]] = {}  # and how many use it
+        self._closed = Counter[Hashable]()
 
     @asynccontextmanager
     async def of(self, key: Hashable) -> AsyncIterator[None]:
@@ -25,6 +27,21 @@ class Turns:
             lock, users = self._locks.pop(key)
             if users > 1:
                 self._locks[key] = lock, users - 1
+
+    @contextmanager
+    def closing(self, key: Hashable) -> Iterator[None]:
+        """Mark a key inside the block as one that no further answer may begin with."""
+        self._closed[key] += 1
+        try:
+            yield
+        finally:
+            self._closed[key] -= 1
+            if not self._closed[key]:
+                del self._closed[key]
+
+    def is_closing(self, key: Hashable) -> bool:
+        """Return whether a block of `closing` runs for this key."""
+        return key in self._closed
 
     def __len__(self) -> int:
         return len(self._locks)
