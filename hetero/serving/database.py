@@ -118,15 +118,7 @@ class Records:
             ) from error
 
     def _open(self, path: Path, vault: Vault | None) -> None:
-        (version,) = self._db.execute("pragma user_version").fetchone()
-        if version == 0:
-            made, seal = (VERSION, "") if vault is None else (SEALED, _SEAL)
-            self._db.executescript(f"begin; {_SCHEMA} {seal} pragma user_version={made};")
-            if vault is not None:
-                salt = os.urandom(SALT_BYTES)
-                self._db.execute("insert into seal values (?,?)", (vault.key_id, salt))
-            self._db.execute("commit")
-            version = made
+        version = _version(self._db, vault)
         if version not in (VERSION, SEALED):
             raise UserError(
                 f"{path}: was written by another version of hetero: choose another directory"
@@ -398,6 +390,20 @@ class Records:
                 "bytes: delete some, or ask with `store: false`",
                 code="storage_full",
             )
+
+
+def _version(db: sqlite3.Connection, vault: Vault | None) -> int:
+    """Return the version of a database, whose tables are made if there are none."""
+    (version,) = db.execute("pragma user_version").fetchone()
+    if version:
+        return int(version)
+    made, seal = (VERSION, "") if vault is None else (SEALED, _SEAL)
+    db.executescript(f"begin; {_SCHEMA} {seal} pragma user_version={made};")
+    if vault is not None:
+        salt = os.urandom(SALT_BYTES)
+        db.execute("insert into seal values (?,?)", (vault.key_id, salt))
+    db.execute("commit")
+    return made
 
 
 def _is_of_disk(error: sqlite3.Error) -> bool:
