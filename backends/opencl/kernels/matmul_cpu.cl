@@ -5,8 +5,9 @@
 //
 // Defines: VEC, TOKENS, VECTORS; one of W4A16, W4A8, W8A16, W8A8, F16, F32; WIDEN (0: on the fly); for
 // W4A16 PLANES (2: x in 16 bits, as pairs or two planes of int8), for W4A8 PLANES (1); BLOCKS with
-// PLANES, BITS, GROUPS, HALVES, MINIMUM, ZERO and E2M1 (hetero.backends.formats.Blocks); where there are planes and for W8A8 DOT (2: AVX512-VNNI, 1: AVX512-BW, 0: what the compiler
-// finds), for these formats PREFETCH (32-bit words ahead, 0: not).
+// PLANES, BITS, GROUPS, HALVES, MINIMUM, ZERO and E2M1 (hetero.backends.formats.Blocks); where there
+// are planes and for W8A8 DOT (2: AVX512-VNNI, 1: AVX512-BW, 0: what the compiler finds), for these
+// formats PREFETCH (32-bit words ahead, 0: not).
 // Layout of weights: hetero.backends.weights and blocks. Follows matmul_pack.cl, which packs x.
 
 #define EACH_VEC UNROLL for (int r = 0; r < VECTORS; r++)
@@ -159,6 +160,12 @@ INLINE void add_nibbles(vint dot[VECTORS][TOKENS], vuint word[VECTORS], __global
 #define SUMS PLANES
 #endif
 #define EACH_PLANE UNROLL for (int p = 0; p < SUMS; p++)
+#define NIBBLES (BITS == 0 || (BITS == 4 && !E2M1))  // BITS: of BLOCKS
+#if defined(PAIRS) && NIBBLES
+#define STEPS_UNROLL _Pragma("unroll 1")
+#else
+#define STEPS_UNROLL UNROLL
+#endif
 
 #ifdef PAIRS
 #elif DOT == 2 && VEC == 16 && defined(__AVX512VNNI__)
@@ -205,12 +212,6 @@ INLINE dot_t dot_step(dot_t sum, const vint w, const int x) {
 #define SCALE_BYTES (FLOAT_BYTES + ROWS * GROUPS * (HALVES + MINIMUM))
 #define SCALES_STRIDE(k) ((((size_t)(k) / GROUP + GROUPS - 1) / GROUPS) * SCALE_BYTES)
 #define STEPS (4 / HALVES)  // of 8 features
-#define NIBBLES (BITS == 4 && !E2M1)
-#if defined(PAIRS) && NIBBLES
-#define STEPS_UNROLL _Pragma("unroll 1")
-#else
-#define STEPS_UNROLL UNROLL
-#endif
 typedef char vchar_u __attribute__((ext_vector_type(VEC), aligned(1)));
 
 INLINE vfloat load_small(__global const uchar *p) {
@@ -357,7 +358,7 @@ INLINE void add_products(vfloat sum[VECTORS][TOKENS], __global const uint *w[VEC
     dot_t dot[PLANES][VECTORS][TOKENS];
     EACH_PLANE EACH dot[p][r][t] = DOT_ZERO(p < PLANES - 1 ? 0 : correction[t]);
 #endif
-    _Pragma("unroll 1") for (int j = 0; j < 4; j++) {
+    STEPS_UNROLL for (int j = 0; j < 4; j++) {
       vuint word[VECTORS];
       EACH_VEC word[r] = LOAD_WORDS(w[r] + (g * 4 + j) * ROWS);
 #if PREFETCH
