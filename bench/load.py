@@ -95,7 +95,7 @@ class Call(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a call. `first_s` is that of a stream's first text."""
+    """The outcome of a call; `first_s` is the time to a stream's first text."""
 
     call: Call
     status: int
@@ -189,10 +189,10 @@ def load(
             with ThreadPoolExecutor(clients) as pool:
                 for part in made:
                     start_s = time.perf_counter()
-                    found = list(pool.map(lambda call: ask(client, call), part))
-                    whole = sum(not x.call.leaves for x in found)
+                    came = list(pool.map(lambda call: ask(client, call), part))
+                    whole = sum(not x.call.leaves for x in came)
                     speeds.append(whole / (time.perf_counter() - start_s))
-                    outcomes += found
+                    outcomes += came
             ended.set()
             watcher.join()
     report(outcomes, alone, alone_s, speeds, health)

@@ -94,7 +94,7 @@ PLAIN = st.text(st.characters(categories=["L", "N", "P"], exclude_characters="<>
 
 
 def arguments(texts: st.SearchStrategy[str]) -> st.SearchStrategy[dict[str, Any]]:
-    """Of the function `go` of `SCHEMAS`."""
+    """Return arguments of the function `go` of `SCHEMAS`."""
     return st.fixed_dictionaries(
         {"to": texts, "x": st.lists(texts, min_size=1, max_size=2)},
         optional={
@@ -106,7 +106,7 @@ def arguments(texts: st.SearchStrategy[str]) -> st.SearchStrategy[dict[str, Any]
 
 
 def environment() -> jinja2.Environment:
-    """As `transformers` makes one: JSON with the characters as they are."""
+    """Return an environment like that of `transformers`: JSON keeps characters as they are."""
     made = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     made.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     made.filters["repr"] = repr
@@ -131,7 +131,7 @@ def test_a_call_in_a_template_is_read_back(name: str, data: st.DataObject) -> No
     cut = data.draw(st.integers(0, len(text)))
     parser.feed(text[:cut])
     parser.feed(text[cut:], last=True)
-    found = [part for part in whole_parts(parser.parts) if part.kind == "call"]
-    assert [(part.name, json.loads(part.text)) for part in found] == [
+    calls_read = [part for part in whole_parts(parser.parts) if part.kind == "call"]
+    assert [(part.name, json.loads(part.text)) for part in calls_read] == [
         (call["name"], call["arguments"]) for call in calls
     ], text

@@ -1,4 +1,4 @@
-"""What is deleted while it is used, and what an application deletes to have room again."""
+"""Deleting conversations in use, and saved slots to make room."""
 
 from __future__ import annotations
 

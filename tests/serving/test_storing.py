@@ -1,4 +1,4 @@
-"""What cannot be stored: the answer of the API where a disk, a file or the database refuses."""
+"""The API's errors where a disk, a file or the database cannot store."""
 
 from __future__ import annotations
 
