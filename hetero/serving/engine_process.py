@@ -372,6 +372,9 @@ class ServingEngine:
             self.send(ErrorReply(id=control.id, kind="missing", message=str(error)))
         except UserError as error:
             self.send(_error_reply(control.id, error))
+        except OSError as error:  # a file that cannot be deleted
+            log.error("%s", error)
+            self.send(ErrorReply(id=control.id, kind="engine", message=str(error)))
         else:
             self.send(ControlResult(id=control.id, value=value))
 

@@ -43,6 +43,9 @@ def test_a_text_that_cannot_be_written_or_read(tmp_path: Path) -> None:
         error = error_of(refused, tmp_path)
         assert error["code"] == "storage_full"
         assert "no room for this text" in error["message"]
+        kept = client.delete(f"/v1/conversations/{name}")
+        assert kept.status_code == 500
+        assert "see the server's own messages" in error_of(kept, tmp_path)["message"]
         path.rmdir()
         (tmp_path / "aside").rename(path)
         assert client.post("/v1/responses", json=body).status_code == 200
