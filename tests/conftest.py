@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import typer
+from hypothesis import settings
 
 # Before anything imports huggingface_hub: no test asks a network (the hub's tests ask their own).
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -39,6 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """See `tests.support.selection` and `tests.support.gate`."""
     selection.configure(config)
+    settings.register_profile("level", max_examples=selection.examples(100))
+    settings.load_profile("level")
     config.pluginmanager.register(gate.Recorder(config))
 
 

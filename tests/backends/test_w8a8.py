@@ -19,6 +19,7 @@ from hetero.backends.memory import new_tensor
 from hetero.backends.ops import Embed, MatMul
 from hetero.backends.protocol import Device, WeightValue
 from hetero.backends.weights import PackedWeight, pack, pack_q8r, padded
+from tests.support.selection import examples
 
 Codes = npt.NDArray[np.int8]
 Floats = npt.NDArray[np.float32]
@@ -119,7 +120,7 @@ def test_quotients_are_rounded_as_division_is(device: Device, x_scale: float) ->
 
 
 @pytest.mark.full
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(m=st.sampled_from(SIZES), n=st.integers(1, 90), k=st.integers(1, 400), seed=st.integers(0))
 def test_random_shapes(device: Device, m: int, n: int, k: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -24,6 +24,7 @@ from hetero.backends.weights import (
     scales_shape,
     stacked,
 )
+from tests.support.selection import examples
 
 FLOAT = (StorageFormat.F16, StorageFormat.F32)
 QUANTISED = (StorageFormat.Q4, StorageFormat.Q8, StorageFormat.Q8R, *BLOCK_STORAGES)
@@ -174,7 +175,7 @@ def test_wrong_parts_are_refused() -> None:
 
 
 @given(st.sampled_from(BLOCK_STORAGES), st.integers(1, 40), st.integers(1, 600), st.integers(0, 99))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 def test_blocks_come_back_exactly(storage: StorageFormat, n: int, k: int, seed: int) -> None:
     """Every code and scale there may be, against the formula, one weight at a time."""
     rng, of = np.random.default_rng(seed), storage.blocks

@@ -21,6 +21,7 @@ from hetero.backends.ort_cpu import open as open_ort_cpu
 from hetero.backends.ort_cpu.workers import LEAST_TOKENS, PIECES, Order, pieces_of
 from tests.backends.cases import check_op, expected, make_tensors, make_weights, snapshot
 from tests.support.helpers import assert_close
+from tests.support.selection import examples
 
 THREADS = 3
 
@@ -38,7 +39,7 @@ def workers() -> Iterator[WorkerDevice]:
         yield device
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=examples(15))
 @given(
     m=st.integers(1, 200),
     n=st.sampled_from([16, 48, 96, 160]),

@@ -187,6 +187,7 @@ def test_bench_writes_tables(command: Command, form: str) -> None:
     assert "tg2" in result.stdout
 
 
+@pytest.mark.full
 def test_quantize_then_generate_gives_the_same_text(command: Command, tmp_path: Path) -> None:
     out = tmp_path / "small"
     made = command("quantize", "demo", "--out", str(out))

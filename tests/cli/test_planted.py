@@ -65,6 +65,7 @@ def test_compiling(planted: Path, tmp_path: Path) -> None:
     assert not planted.exists()
 
 
+@pytest.mark.full
 def test_a_chat_template(planted: Path) -> None:
     code = (
         "from datetime import datetime\n"

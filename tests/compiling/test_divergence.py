@@ -82,6 +82,7 @@ def check_divergences(path: Path, tmp_path: Path, vocabulary: int) -> None:
         assert lost[i].mean() > 1e-5
 
 
+@pytest.mark.full
 def test_variants_run_side_by_side_as_they_do_alone(tmp_path: Path) -> None:
     head = np.random.default_rng(1).normal(0, 0.2, (268, 32)).astype(np.float32)
     for name, tensors in (("tied", {}), ("own", {"output.weight": head})):

@@ -114,6 +114,7 @@ def test_more_budget_is_fewer_bytes(tmp_path: Path) -> None:
         choose(tensors, losses, texts, 1e-12)
 
 
+@pytest.mark.full
 def test_what_has_no_smaller_type(tmp_path: Path) -> None:
     path, out, text = (tmp_path / x for x in ("m.gguf", "out.gguf", "text"))
     write_tiny(path)
@@ -130,6 +131,7 @@ def printed_kl(text: str) -> tuple[float, float]:
     return float(predicted), float(measured)
 
 
+@pytest.mark.full
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out, text = (tmp_path / x for x in ("m.gguf", "out.gguf", "text"))
     write_tiny(path)

@@ -29,6 +29,7 @@ from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.report.page import to_html
 from hetero.solver.request import PlanRequest
 from tests.models.gguf_files import write_tiny
+from tests.support.selection import examples
 
 STEPS: tuple[StepName, ...] = get_args(StepName)
 HOST = DeviceProfile.load("host")
@@ -54,6 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("types")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("int8", [False, True])
 def test_uniform_types_take_as_long_as_planned(folder: Path, int8: bool) -> None:
     tensors, times = opened(folder)
@@ -71,6 +73,7 @@ def test_uniform_types_take_as_long_as_planned(folder: Path, int8: bool) -> None
         assert ("cpu",) in alone
 
 
+@pytest.mark.full
 def test_fewer_bits_are_read_faster(folder: Path) -> None:
     tensors, times = opened(folder)
     order = (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.F16, Kind.F32)
@@ -81,7 +84,8 @@ def test_fewer_bits_are_read_faster(folder: Path) -> None:
     assert prompts[0] < prompts[1]
 
 
-@settings(deadline=None, max_examples=25)
+@pytest.mark.full
+@settings(deadline=None, max_examples=examples(25))
 @given(seed=st.integers(0, 10**6), budget=st.floats(0, 3), step=st.sampled_from(STEPS))
 def test_nothing_within_the_budget_is_faster(
     seed: int, budget: float, step: StepName, folder: Path
@@ -124,6 +128,7 @@ def test_a_profile_without_the_formats_says_how_to_measure_them(folder: Path) ->
         opened(folder, HOST.model_copy(update={"predictors": kept}))
 
 
+@pytest.mark.full
 def test_a_goal_that_gains_nothing_is_said(folder: Path) -> None:
     tensors, times = opened(folder)
     rng = np.random.default_rng(0)

@@ -18,6 +18,7 @@ from hetero.contexts.chunks import Chunk
 from hetero.contexts.codec import CHUNK_TOKENS, HALF, RAW, ChunkCodec, Codes, codec_of
 from hetero.runtime.kv.kv_cache import CacheLayout
 from tests.contexts.fake_service import LAYOUT
+from tests.support.selection import examples
 
 CODEC = ChunkCodec(LAYOUT)
 KINDS = st.lists(
@@ -52,7 +53,7 @@ def every_layer(reader: Reader, into: list[Codes]) -> None:
         reader.layer(layer, into)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kinds=KINDS, seed=st.integers(0, 9))
 def test_neighbours_are_read_as_they_were_written(
     tmp_path: Path, kinds: list[tuple[int, int]], seed: int
@@ -108,7 +109,7 @@ def test_the_chunk_that_is_damaged_is_named(
         assert reader.at == damaged
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kinds=KINDS, seed=st.integers(0, 9))
 def test_layers_of_several_sizes_take_what_each_needs(
     tmp_path: Path, kinds: list[tuple[int, int]], seed: int

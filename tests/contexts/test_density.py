@@ -83,6 +83,7 @@ def test_sampled_rows(first: int, count: int, every: int) -> None:
     assert sampled(first, count, every) == wanted
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", [*WAYS])
 def test_taps_tell_what_the_devices_computed_on(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ from hetero import LLM
 from tests.contexts.drivers import random_operations, switches_between
 
 
+@pytest.mark.full
 def test_random_operations() -> None:
     assert random_operations(300, seed=7) == 300
 

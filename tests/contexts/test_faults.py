@@ -68,6 +68,7 @@ def test_calls_after_close_are_one_sentence(llm: LLM, tmp_path: Path) -> None:
         assert again.bind("a").contexts()[0].tokens == tokens
 
 
+@pytest.mark.full
 def test_closing_waits_for_another_threads_call(llm: LLM, tmp_path: Path) -> None:
     service = opened(llm, tmp_path)
     context = service.bind("a").new_context(chat=False)
@@ -280,6 +281,7 @@ def test_files_that_two_threads_write_have_numbers_of_their_own(tmp_path: Path) 
     service.close()
 
 
+@pytest.mark.full
 def test_bytes_of_apps_that_nobody_bound_count(llm: LLM, tmp_path: Path) -> None:
     with opened(llm, tmp_path) as service:
         for name in "ab":
@@ -298,6 +300,7 @@ def test_bytes_of_apps_that_nobody_bound_count(llm: LLM, tmp_path: Path) -> None
         assert service.disk.used == used
 
 
+@pytest.mark.full
 def test_files_of_apps_that_nobody_bound_make_room_oldest_first(llm: LLM, tmp_path: Path) -> None:
     with opened(llm, tmp_path) as service:
         for name in "ab":
@@ -332,6 +335,7 @@ def test_a_folder_that_cannot_be_bound_is_counted_on(tmp_path: Path) -> None:
     assert (budget.used, len(list(unbound.files()))) == (8, 1)
 
 
+@pytest.mark.full
 def test_the_order_of_ages_survives(llm: LLM, tmp_path: Path) -> None:
     with opened(llm, tmp_path) as service:
         app = service.bind("a")

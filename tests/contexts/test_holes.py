@@ -38,6 +38,7 @@ def holed(llm: LLM, values: Any, holes: tuple[tuple[int, int], ...] = HOLES) -> 
     return context
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", [*WAYS])
 def test_one_call_fills_holes_and_reads_the_prompt(way: str, tmp_path: Path) -> None:
     if "opencl" in WAYS[way].values():
@@ -60,6 +61,7 @@ def test_one_call_fills_holes_and_reads_the_prompt(way: str, tmp_path: Path) -> 
         assert np.allclose(again, engine.decode(whole, 5), atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["gpu", "npu"])
 def test_whatever_comes_next_fills_the_holes_first(way: str, tmp_path: Path) -> None:
     """A token, tokens that are scored, rows of several contexts."""

@@ -109,6 +109,7 @@ RATES = st.builds(
 )
 
 
+@pytest.mark.full
 @given(
     kinds=PIECES,
     prompt=st.integers(1, 60),

@@ -164,6 +164,7 @@ def test_what_cannot_be_read_is_left_alone(tmp_path: Path) -> None:
         assert switch.recomputed_tokens > 0 or switch.faults > 0
 
 
+@pytest.mark.full
 def test_a_service_reads_ahead_and_says_the_same(tmp_path: Path) -> None:
     options: dict[str, Any] = {"kv_bits": "raw", "recompute": False}
     answers = {}

@@ -97,6 +97,7 @@ def test_a_folder_of_the_first_codec_goes_on(
         assert service._directory.codec == CODEC_VERSION
 
 
+@pytest.mark.full
 def test_mixed_bits_fall_with_age(llm: LLM, tmp_path: Path) -> None:
     """The first chunk keeps 8 bits, the newest have most of the others."""
     with opened(llm, tmp_path, kv_bits="mixed", kv_ratio=0.5) as service:

@@ -167,6 +167,7 @@ def test_any_order_of_steps_gives_the_logits_of_whole_caches(
         random_steps()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["reference npu", "tensor level, rest on the npu"])
 def test_contexts_that_decode_together_lie_each_its_own_way(folder: Path, way: str) -> None:
     with open_llm(folder, way, max_seq_len=LENGTH, adapt=False) as llm:

@@ -187,6 +187,7 @@ def test_recent_texts_go_on(llm: LLM, tmp_path: Path) -> None:
                 evict(service)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("harm", ["bits", "cut", "gone"])
 def test_damaged_states_cost_computing_them(llm: LLM, tmp_path: Path, harm: str) -> None:
     wanted = story(llm)

@@ -139,6 +139,7 @@ def test_a_shifted_text_is_no_other_ones(llm: LLM, tmp_path: Path) -> None:
         assert not service.bind("a").contexts()[0]._cached.shifted
 
 
+@pytest.mark.full
 def test_recent_texts_stream_on(llm: LLM, tmp_path: Path) -> None:
     text: list[int] = []
     with opened(llm, tmp_path) as service:

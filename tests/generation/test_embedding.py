@@ -119,6 +119,7 @@ def test_every_device_gives_the_same(qwen3: tuple[Path, Any], device: Any, llm: 
             np.testing.assert_allclose(found, llm.embed(TEXTS, pooling=pooling), atol=2e-5, rtol=0)
 
 
+@pytest.mark.full
 def test_layers_for_the_last_token_alone(tmp_path: Path) -> None:
     """Of Gemma 4 only the last token passes through the last layers."""
     reference = make_checkpoint(GEMMA4, tmp_path)

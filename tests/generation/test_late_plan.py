@@ -322,6 +322,7 @@ def test_a_chat_answers_before_its_plan_is_ready(
     assert "preparing OpenCL kernels in another process" in said(result)[0]
 
 
+@pytest.mark.full
 def test_why_a_first_text_has_to_wait_is_in_the_reason(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,6 +142,7 @@ def logits_of(
     return found
 
 
+@pytest.mark.full
 def test_guesses_are_those_of_the_formula(
     checkpoint: tuple[Path, Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

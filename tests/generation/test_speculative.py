@@ -130,6 +130,7 @@ def test_a_conversation_says_the_same_with_guesses(demo: LLM) -> None:
     assert talks[0].messages == talks[1].messages
 
 
+@pytest.mark.full
 def test_right_and_wrong_guesses_leave_the_logits_of_the_text(tiny: LLM) -> None:
     prompt = [9, 8, 7, 6] * 8
     plain = tiny.generate(prompt, max_tokens=30, logprobs=0)

@@ -57,6 +57,7 @@ def test_three_devices_answer_what_two_do(cpu: str) -> None:
         assert llm.engine.memory.weight_bytes == sum(needed.values())
 
 
+@pytest.mark.full
 def test_a_third_device_counts_in_the_memory_budget() -> None:
     """ONNX Runtime's packs of 8-bit weights are larger than the weights as they are stored."""
     options: dict[str, Any] = {"weights": "w8a16", "kv": "f32", **PLAYED}

@@ -54,6 +54,7 @@ def test_a_short_unlikely_answer_wins_by_its_sum_and_loses_by_its_mean(tmp_path:
     assert found.acc_95[0] < 1.0
 
 
+@pytest.mark.full
 def test_the_shares_of_a_real_model_are_those_of_a_plain_loop(
     command: Command, tmp_path: Path
 ) -> None:

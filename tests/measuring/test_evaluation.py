@@ -20,6 +20,7 @@ from hetero.generation.sampling import log_softmax
 from hetero.measuring.evaluation import evaluate, mean_95, read_tokens, share_95, windows
 from tests.runtime.models import tiny_model
 from tests.support.helpers import Command
+from tests.support.selection import examples
 
 STORY = "Once upon a time, there was a young fox named Jasmund. He lived in the village. " * 6
 
@@ -56,7 +57,7 @@ def test_perplexity_is_that_of_the_logits() -> None:
                 evaluate(llm, tokens, **sizes)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 @given(share=st.floats(0.05, 0.95), count=st.integers(40, 400), seed=st.integers(0, 2**32 - 1))
 def test_intervals_hold_the_true_value_95_times_in_100(share: float, count: int, seed: int) -> None:
     """Over 400 draws, at five standard deviations of that count."""
@@ -71,6 +72,7 @@ def test_intervals_hold_the_true_value_95_times_in_100(share: float, count: int,
     assert 0.8 < low < high == pytest.approx(1.0)
 
 
+@pytest.mark.full
 def test_the_reference_shows_what_rounding_costs(stories: Path) -> None:
     with (
         LLM(str(stories), device="npu", weights="f32") as exact,

@@ -19,6 +19,7 @@ from hetero.models.config import ModelConfig
 from hetero.models.graph import model_graph
 from hetero.models.random_models import KNOWN_MODELS
 from tests.models.model_helpers import first_rope
+from tests.support.selection import examples
 
 BASE: dict[str, Any] = {
     "model_type": "llama",
@@ -346,7 +347,7 @@ def test_what_is_wrong_is_said_in_one_sentence(raw: dict[str, Any], sentence: st
     assert str(caught.value) == f"config.json: {sentence}"
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     name=st.sampled_from([*BASE, "head_dim", "rope_scaling", "rope_parameters", "eos_token_id"]),
     value=st.recursive(
@@ -378,7 +379,7 @@ ODD = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(
 
 
 @pytest.mark.full
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(family=st.sampled_from([*ARCHITECTURES, "gemma3", "mistral3"]), data=st.data())
 def test_odd_values_of_a_family_give_a_configuration_or_a_model_error(
     family: str, data: st.DataObject

@@ -23,6 +23,7 @@ from hetero.models import ModelConfig, ModelWeights, open_model, quantized
 from hetero.models.packed_file import PAD_PREFIX, QuantizedWeights
 from hetero.models.random_models import RandomWeights
 from tests.models.model_helpers import UNCALIBRATED, byte_level_tokenizer, small_config
+from tests.support.selection import examples
 
 
 def same(a: Any, b: Any) -> bool:
@@ -102,7 +103,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
 
 
 @pytest.mark.full
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(config=configs(), weights=st.sampled_from(STORED), seed=st.integers(0, 2**32))
 def test_any_model_reads_back_the_same(
     tmp_path_factory: pytest.TempPathFactory, config: ModelConfig, weights: WeightFormat, seed: int

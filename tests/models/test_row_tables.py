@@ -56,6 +56,7 @@ def test_rows_of_a_quantised_directory_are_as_stored(tmp_path: Path, weights: st
     np.testing.assert_array_equal(stored.table("embed_inputs")(IDS), whole[IDS])
 
 
+@pytest.mark.full
 def test_a_row_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     tensors = load_file(shared_model(tmp_path) / "model.safetensors")
     tensors[TABLE][17, 3] = np.inf

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from hetero.errors import ModelError
 from hetero.models.safetensors_file import SafetensorsFile
+from tests.support.selection import examples
 
 DATA = bytes(range(24))
 ENTRY = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
@@ -142,7 +143,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         SafetensorsFile(tmp_path / "x")
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(place=st.integers(0, 120), value=st.integers(0, 255), cut=st.integers(0, 40))
 def test_any_damage_gives_tensors_or_a_model_error(
     tmp_path_factory: pytest.TempPathFactory, place: int, value: int, cut: int

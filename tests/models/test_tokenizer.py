@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from hetero.errors import ModelError
 from hetero.models.tokenizer import _LONG, REPLACEMENT, ByteTokenizer, HfTokenizer, Tokenizer
 from tests.models.model_helpers import byte_fallback_tokenizer, byte_level_tokenizer
+from tests.support.selection import examples
 
-RELAXED = settings(deadline=None, max_examples=150)
+RELAXED = settings(deadline=None, max_examples=examples(150))
 FAMILIES = {
     "byte-level": HfTokenizer(byte_level_tokenizer()),
     "byte-fallback": HfTokenizer(byte_fallback_tokenizer(), {"bos_token": "<s>"}),
@@ -214,8 +215,9 @@ def test_undecoded_bytes_are_read_as_utf8(family: str, text: str, read_as: str) 
     assert FAMILIES[family].encode(text) == FAMILIES[family].encode(read_as)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 @given(text=TEXT.filter(str.strip))
 def test_a_long_text_has_the_same_ids_as_a_short_one(family: str, text: str) -> None:
     tokenizer, long = FAMILIES[family], text * (2 * _LONG // len(text))

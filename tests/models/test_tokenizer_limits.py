@@ -15,6 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from hetero.errors import ModelError
 from hetero.models.tokenizer_limits import Growth, check_tokenizer, check_tokens
 from tests.support import tiny_files
+from tests.support.selection import examples
 
 SPACES = normalizers.Replace(" ", "▁")
 LLAMA = normalizers.Sequence([normalizers.Prepend("▁"), SPACES])
@@ -63,7 +64,7 @@ def test_families_make_no_text_longer(family: str) -> None:
 
 
 @pytest.mark.full
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     steps=st.lists(STEPS, min_size=1, max_size=5),
     text=st.text("aﷺé İ多 ﬁ", max_size=30),

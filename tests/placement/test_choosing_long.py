@@ -288,6 +288,7 @@ def test_a_reason_is_never_empty(options: dict[str, Any], reason: str) -> None:
     assert given.reason == f"plan {plan.plan_id}, as given"
 
 
+@pytest.mark.full
 def test_a_memory_budget_bounds_the_calls_of_strategies_too() -> None:
     case = Case("host", "w4a16")
     request = PlacementRequest(profile=case.profile, strategy="gpu-only", seq_lens=(3500,))

@@ -70,6 +70,7 @@ def test_a_kept_choice_is_that_of_a_fresh_solver(
         assert [replace(choose(spec, x), cost=None) for x in request] == again
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "what",

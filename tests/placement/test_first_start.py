@@ -204,6 +204,7 @@ def test_what_it_depends_on_is_measured_again(
     assert machines.starts == 2
 
 
+@pytest.mark.full
 def test_another_shipped_profile_is_measured_again(
     host: DeviceProfile, machines: Machines, folder: Path
 ) -> None:

@@ -64,6 +64,7 @@ def test_a_leaf_of_few_pairs_is_shrunk_more() -> None:
     assert answer(24) == pytest.approx(0.5 * 16 / 20, rel=0.15)  # two thirds are in a sample
 
 
+@pytest.mark.full
 def test_leaves_say_how_far_off_their_own_rows_are() -> None:
     noise = np.random.default_rng(0).normal(0, 1, 10 * len(M))
     large = np.repeat(np.arange(10) >= 5, len(M))
@@ -81,6 +82,7 @@ def test_without_shrinks_the_roofline_is_alone_and_few_rows_have_no_trees() -> N
     assert not fit.fit(NPU, rows[:20]).trees
 
 
+@pytest.mark.full
 def test_trees_are_never_worse_on_pairs_left_out() -> None:
     rows = rows_of("npu", npu_cost)
     alone = fit.fit(NPU, rows, fitting=Fitting(trees=ForestPolicy(shrinks=())))

@@ -180,6 +180,7 @@ def test_trees_learn_what_the_roofline_misses() -> None:
     assert error(grown) < 0.8 * error(plain)
 
 
+@pytest.mark.full
 def test_trees_answer_as_scikit_learn_does() -> None:
     from sklearn.tree import DecisionTreeRegressor
 

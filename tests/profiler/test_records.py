@@ -29,6 +29,7 @@ from hetero.profiler.records import (
     Tree,
 )
 from tests.profiler.fakes import W4, knots, record, row
+from tests.support.selection import examples
 
 finite = st.floats(1e-9, 1e3, allow_nan=False, allow_infinity=False)
 count = st.integers(1, 1 << 20)
@@ -69,7 +70,7 @@ def small_profile(**changes: Any) -> DeviceProfile:
     return DeviceProfile(**(values | changes))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(rows, max_size=5), st.lists(quarantines, max_size=3), st.text(max_size=20))
 def test_a_profile_survives_its_file(
     matmuls: list[MatMulRow], bad: list[Quarantine], name: str

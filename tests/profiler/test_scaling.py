@@ -173,6 +173,7 @@ def test_trees_and_models_are_scaled_too() -> None:
     assert (slow.regimes.bytes_per_s, slow.regimes.knee_m) == (2e9, 64)
 
 
+@pytest.mark.full
 def test_plans_follow(host: DeviceProfile) -> None:
     """The solver's predictions double where the npu's prefill does, and rows go to the GPU."""
     spec, slow = model_spec("llama-3.2-1b"), scaled(host, factors(host, NPU_PREFILL))

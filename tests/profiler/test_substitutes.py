@@ -189,6 +189,7 @@ def test_files_take_longer_on_processors(name: str, slower: bool, wanted: Weight
         assert slower or ratio == pytest.approx(1.0)
 
 
+@pytest.mark.full
 def test_what_was_measured_of_files_is_not_derived() -> None:
     """Kind by kind: a profile of before every core was measured in them has their substitutes'."""
     host = DeviceProfile.load("host")

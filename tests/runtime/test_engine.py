@@ -23,6 +23,7 @@ from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
 from tests.runtime.models import context_of, tiny_model
 from tests.support.checkpoints import relative_error
+from tests.support.selection import examples
 
 VOCABULARY = 263
 
@@ -39,7 +40,7 @@ def llm(folder: str) -> Any:
 
 
 @pytest.mark.full
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=list(HealthCheck))
 @given(cuts=st.lists(st.integers(1, 60), min_size=1, max_size=4), seed=st.integers(0, 999))
 def test_any_way_of_feeding_a_prompt_gives_the_same_logits(
     llm: LLM, cuts: list[int], seed: int

@@ -101,7 +101,6 @@ FILED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=examples(2, 8), **QUICK)
 @given(data=st.data())

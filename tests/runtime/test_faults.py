@@ -299,6 +299,7 @@ def test_gates_change_no_token_whatever_is_late(
             assert answer(engine) == wanted
 
 
+@pytest.mark.full
 def test_a_broken_off_step_leaves_no_gate_closed(
     folder: Path, wanted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def test_codes_hide_nothing(sound: Path, device: Any, tokens: int) -> None:
         assert len(context) == 0
 
 
+@pytest.mark.full
 def test_a_piece_without_logits_is_looked_at(broken: Path) -> None:
     spec = open_model(broken, weights="f32").spec()
     plan = random_plan(spec, len(PROMPT), (1, 8, 32), random.Random(2), strategies=["gpu-only"])

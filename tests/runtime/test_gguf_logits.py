@@ -92,7 +92,7 @@ def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         for file, device, marks in (
             ("q4_k_m", "gpu", pytest.mark.full),
             ("q4_k_m", "npu", pytest.mark.full),
-            ("q4_k_m", "hetero", ()),
+            ("q4_k_m", "hetero", pytest.mark.full),
             ("every", "gpu", pytest.mark.full),  # each kind of block compiles for seconds
             ("every", "npu", ()),  # both together run the same kernels
         )

@@ -64,6 +64,7 @@ def logits(path: Path, device: Any, weights: str | None) -> Any:
         return llm.logits(TOKENS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_same_numbers_from_both_kinds_of_files(
     device: Any, published: Path, tmp_path: Path

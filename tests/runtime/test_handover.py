@@ -224,6 +224,7 @@ def test_scores_of_attention_are_those_of_coherent_memory(opened: Open) -> None:
     np.testing.assert_allclose(sums[3], sums[1], rtol=1e-4)
 
 
+@pytest.mark.full
 def test_a_gpu_that_is_lost_takes_its_keys_and_values_along(opened: Open, folder: Path) -> None:
     text, other = tokens_of(6, 50), tokens_of(7, 30)
     with open_engine(folder, "copied", "cut") as engine:

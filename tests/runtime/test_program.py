@@ -22,6 +22,7 @@ from hetero.runtime.program import (
     prequeue,
     raise_flags,
 )
+from tests.support.selection import examples
 
 CODES = {SUBMIT: "SUBMIT", RUN: "RUN", WAIT: "WAIT", SIGNAL: "SIGNAL", PREQUEUE: "PREQUEUE"}
 
@@ -133,7 +134,7 @@ class Queue:
         return until in self.queue[: self.at]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.text("SRWL", max_size=40), st.booleans(), st.booleans())
 def test_gates_change_no_order(letters: str, greedy: bool, flagged: bool) -> None:
     """Each GPU call comes after the same calls of the control thread as without wait values (those

@@ -93,6 +93,7 @@ def test_rows_are_what_each_is_alone(folder: Path, way: str) -> None:
         check(llm.engine, [(context, i) for i, context in enumerate(eight)])
 
 
+@pytest.mark.full
 def test_rows_of_a_plan_of_layers(folder: Path) -> None:
     loaded = open_model(str(folder), weights="f32")
     plan = layer_level(loaded.spec(), decode="npu")
@@ -109,6 +110,7 @@ def test_rows_of_every_architecture(tmp_path: Path, name: str, non_matmul: str) 
         joins_and_leaves(engine, random.Random())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sync", ["copy", "finish", "event"])
 def test_rows_by_every_way_to_wait(folder: Path, sync: Any) -> None:
     with open_llm(folder, "tensor level", sync=sync) as llm:
@@ -141,6 +143,7 @@ def test_padded_graphs_of_a_row_leave_the_others_alone(folder: Path) -> None:
         joins_and_leaves(engine, random.Random())
 
 
+@pytest.mark.full
 def test_each_row_tells_what_it_attends_to(folder: Path) -> None:
     with open_llm(folder, "gpu") as llm:
         rng = random.Random(5)
@@ -181,6 +184,7 @@ def test_work_of_a_step_is_shared_by_its_rows(folder: Path) -> None:
         assert all(part.wall_s > 0 for part in parts)
 
 
+@pytest.mark.full
 def test_a_row_that_is_not_finite_harms_no_other(folder: Path) -> None:
     with open_llm(folder, "tensor level") as llm:
         engine = llm.engine

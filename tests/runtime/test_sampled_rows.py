@@ -65,7 +65,7 @@ def test_shared_layers_compute_sampled_rows_alone(folder: Path, device: str) -> 
         assert rows_by_layer(engine, step) == {x: {4} for x in range(5)}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("backends", PAIRS)
 @pytest.mark.parametrize("seed", range(6))
 def test_logits_are_those_of_transformers_however_it_is_cut(

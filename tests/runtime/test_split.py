@@ -146,6 +146,7 @@ def test_hand_overs_by_copying_change_no_result_and_are_counted(
 FORMATS = [x for x in WeightFormat if not (x.activations.static or x.of_file)]
 
 
+@pytest.mark.full
 @settings(max_examples=examples(6, 12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**20),

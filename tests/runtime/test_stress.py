@@ -45,6 +45,7 @@ def test_two_threads_on_two_contexts_of_late_devices_change_no_bit(folder: Path,
     assert stress_contexts(folder, 40, seed) >= 40
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("launch", [0, 5, 14])
 def test_an_opencl_failure_in_a_generation_leaves_the_other_device(
     folder: Path, monkeypatch: pytest.MonkeyPatch, launch: int
@@ -99,6 +100,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, who: str, error: Exception, after: i
     return rf"not enough memory for {sentence}.*\(({why})\): close other programs"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("who", "after", "error"),
     [
@@ -132,6 +134,7 @@ def noting(close: Any, closed: list[Device]) -> Any:
     return noted
 
 
+@pytest.mark.full
 def test_no_memory_to_go_on_without_a_lost_device_closes_the_model(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

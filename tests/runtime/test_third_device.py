@@ -25,6 +25,7 @@ from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import single_device
 from hetero.solver.plan import OpPlan, Tile
 from tests.runtime.models import context_of, tiny_model
+from tests.support.selection import examples
 
 GRAPHS = (1, 8, 32)
 STEP = 16  # rows
@@ -112,7 +113,9 @@ def alone(folder: Path) -> list[Any]:
 
 @pytest.mark.full
 @settings(
-    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(10),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(cuts=st.lists(st.floats(0, 1), min_size=1, max_size=5))
 def test_three_devices_compute_what_one_does(

@@ -78,6 +78,7 @@ def test_each_phase_computes_with_its_own(stored: Path, pair: str) -> None:
     assert not np.array_equal(mixed[1], alone[1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_phase_in_the_other_storage_is_that_model(stored: Path, phase: Phase) -> None:
     """But for the embeddings, which are of the first storage: as floats they are all the same."""

@@ -117,6 +117,7 @@ def test_a_device_that_fails_in_a_window_costs_no_token(
         assert found.stats.npu_idle_share is None or found.stats.npu_idle_share < 1
 
 
+@pytest.mark.full
 def test_what_is_not_finite_costs_the_whole_window(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path)
     tensors = load_file(folder / "model.safetensors")

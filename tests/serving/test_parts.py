@@ -27,6 +27,7 @@ from hetero.serving.messages import (
     encode,
 )
 from hetero.serving.turns import Turns
+from tests.support.selection import examples
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
@@ -154,7 +155,7 @@ def test_an_app_has_its_share_of_the_records(tmp_path: Path) -> None:
     records.close()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("kcdr"), st.sampled_from("ab"), st.integers(0, 3))))
 def test_the_bytes_of_an_app_are_counted_as_they_come_and_go(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, str, int]]

@@ -81,6 +81,7 @@ def test_profiles_of_before_have_them_on_the_gpu() -> None:
     assert note_of(plan) == "routed experts: on the GPU (the profile's NPU has no kernels of them)"
 
 
+@pytest.mark.full
 def test_the_faster_device_has_them() -> None:
     fast_gpu = plan_on(profile(*EXPERTS, gpu_factor=0.01))
     assert fast_gpu.experts is None

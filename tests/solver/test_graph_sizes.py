@@ -153,6 +153,7 @@ def hexagon(limit_bytes: int | None, kind: PerGraphSize = "weights") -> DevicePr
     )
 
 
+@pytest.mark.full
 def test_graphs_with_weights_of_their_own_count_once_for_each_size() -> None:
     spec = model_spec("llama-3.2-1b")
     shared = make_plan(spec, hexagon(None, "graph"), PlanRequest(seq_lens=(256,)))

@@ -158,6 +158,7 @@ def test_a_plan_says_who_has_which_heads_and_is_read_back() -> None:
     )
 
 
+@pytest.mark.full
 def test_lengths_that_no_one_listed_have_prepared_numbers_of_heads() -> None:
     solver = prepare_solver(model_spec(MODEL), profile(), PlanRequest(seq_lens=(256, 512)))
     assert solver.npu_head_counts

@@ -64,7 +64,7 @@ def without_shared_heads(found: DeviceProfile) -> DeviceProfile:
     return found.model_copy(update={"devices": devices})
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("name", KNOWN_MODELS)
@@ -78,6 +78,7 @@ def test_every_known_model_is_planned_on_every_shipped_profile(name: str, profil
     assert bool(lacking) == any("was not measured" in note for note in plan.notes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("known", SECONDS)
 def test_blocks_of_a_llama_cost_what_they_did(known: tuple[str, str]) -> None:
     name, request = known[1], PlanRequest(seq_lens=LENGTHS)
@@ -149,6 +150,7 @@ def test_a_parallel_block_has_nothing_between_o_and_gate_up() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.full
 def test_a_matmul_that_is_not_cut_is_priced_where_it_runs() -> None:
     """A second contribution to o's outputs, over other columns: two more nodes behind it."""
     graph, profile = model_spec("llama-3.2-1b"), DeviceProfile.load("host")

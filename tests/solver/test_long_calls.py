@@ -18,6 +18,7 @@ def test_a_plan_does_not_lose_to_the_npu_alone(profile: str, model: str) -> None
     assert all(x.predicted_s <= x.single_devices["npu"] * (1 + 1e-9) for x in prompts)
 
 
+@pytest.mark.full
 def test_where_both_devices_gain_calls_stay_long() -> None:
     plan = hetero.plan("qwen3-4b", "snapdragon-8-gen-3", seq_lens=(512, 4096), curves=False)
     assert plan.step_tokens == 2 * plan.graph_sizes[-1]

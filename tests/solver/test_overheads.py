@@ -52,6 +52,7 @@ def test_each_correction_shows_in_the_profile_that_it_was_measured_for(correctio
     assert [x.seconds for x in without] != [x.seconds for x in solutions(profile)]
 
 
+@pytest.mark.full
 def test_decoding_on_the_gpu_alone_saves_what_fused_launches_do() -> None:
     """A launch's saving for each operation; prompts and steps of both devices save nothing."""
     profile = DeviceProfile.load("host")

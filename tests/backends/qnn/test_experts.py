@@ -17,6 +17,7 @@ from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.weights import StorageFormat, pack
 from tests.backends.cases import make_tensors, make_weights
+from tests.support.selection import examples
 
 qnn = pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
 catalog = pytest.importorskip("hetero.backends.qnn.catalog", exc_type=ImportError)
@@ -25,7 +26,8 @@ kernel_module = pytest.importorskip("hetero.backends.qnn.expert_kernel", exc_typ
 EXPERTS = ops.Experts(experts=4, chosen=2, d=32, f=16, weight_format=WeightFormat.F16)
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.full
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(st.integers(1, 600), min_size=1, max_size=6, unique=True),
     st.integers(1, 2000),
@@ -56,6 +58,7 @@ def test_wide_experts_have_graphs_of_half_as_many_tokens() -> None:
     assert catalog.expert_sizes(EXPERTS, (1, 32, 256), 33) == (1, 32, 256)
 
 
+@pytest.mark.full
 def test_graphs_are_made_when_a_call_is_bound_and_found_again(tmp_path: Path) -> None:
     """Graphs have the sizes of the call, for every expert; a second device compiles none."""
     rng = np.random.default_rng(0)

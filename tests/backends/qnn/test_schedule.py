@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hetero.backends import ops
 from hetero.backends.formats import WeightFormat
 from tests.backends.cases import make_weights
+from tests.support.selection import examples
 
 qnn = pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
 from hetero.backends.qnn import catalog, integer, optrace  # noqa: E402
@@ -59,7 +60,7 @@ def test_a_text_that_was_cut_is_refused(text: str) -> None:
             optrace.read_schedule(text[: text.index(place)])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(data=st.data())
 def test_damaged_text_is_read_or_refused(data: Any) -> None:
     text = gzip.decompress(RECORDED.read_bytes()).decode()

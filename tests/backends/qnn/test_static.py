@@ -102,6 +102,7 @@ def test_graphs_compiled_ahead_are_those_that_run(monkeypatch: pytest.MonkeyPatc
     assert sorted(identity.tokens for identity in ran) == [1, 88, 512]
 
 
+@pytest.mark.full
 def test_one_graph_serves_every_scale_of_activations(tmp_path: Path) -> None:
     """The scale is the host's: twice of it and of x gives twice the result, and no new graph."""
     weight = make_weight()

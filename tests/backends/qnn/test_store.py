@@ -148,6 +148,7 @@ def weights_digest() -> str:
     return graph_store.weight_digest(make_weights(OP, np.random.default_rng(0))["weight"], None)
 
 
+@pytest.mark.full
 def test_a_damaged_entry_is_rebuilt(cache: Path, compiled: tuple[Path, Any]) -> None:
     flip(graph_store.BINARY, 0.5)(entry(cache))
     result, counts = compute(cache)
