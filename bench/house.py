@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from common import table
+
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("backends", "profiler", "solver", "hetero")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -60,8 +62,7 @@ def measures(sources: Iterator[str]) -> Iterator[tuple[str, str]]:
 
 def main() -> None:
     paths = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
-    for name, value in measures(path.read_text(encoding="utf-8") for path in paths):
-        print(f"{name:40} {value}")
+    table("figure|value", measures(path.read_text(encoding="utf-8") for path in paths))
 
 
 if __name__ == "__main__":

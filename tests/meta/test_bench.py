@@ -61,6 +61,7 @@ BRIEFLY = {
     "bundles.py demo --graph-sizes 32 --lengths 3 --starts 1 -n 2": "| yes |",
     "paper_reproduction.py": "Order of strategies",
     "before_after.py --rounds 1 HEAD paper_reproduction.py": "| 1.000 |",
+    "house.py": "| functions that assign `found` | 0 |",
     "-m tests.support.robustness soak --minutes 0.01": "| yes |",
     "-m tests.support.robustness prompts --count 1": "| online-prepare | 1 | 0 |",
 }
