@@ -92,6 +92,13 @@ class TemplateOptions(Request):
                 "continue_final_message is for a last message of the assistant",
                 param="continue_final_message",
             )
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ApiError(
+                400,
+                "add_generation_prompt begins an answer, continue_final_message goes on with one: "
+                "set one of them",
+                param="continue_final_message",
+            )
 
 
 class ChatRequest(TemplateOptions, Penalties, Guided):

@@ -115,6 +115,14 @@ def test_only_an_answer_is_continued(client: httpx.Client, path: str) -> None:
     assert refused.json()["error"]["param"] == "continue_final_message"
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/apply-template", "/v1/chat/completions"])
+def test_an_answer_is_not_begun_and_continued_at_once(client: httpx.Client, path: str) -> None:
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    refused = client.post(path, json={**ONE, "messages": begun("Once upon"), **both})
+    assert refused.status_code == 400
+    assert "set one of them" in refused.json()["error"]["message"]
+
+
 def test_a_prompt_is_shown_without_the_beginning_of_its_answer(client: httpx.Client) -> None:
     body = {"messages": [STORY], "add_generation_prompt": False}
     assert sent(client, "/apply-template", body)["prompt"].endswith("Tell me a story\n")
