@@ -314,11 +314,18 @@ class Reproduction(NamedTuple):
         )
 
     def _agreement(self) -> str:
-        """Return how many claims are executed as predicted, as a sentence."""
+        """Return how close execution is to prediction, and speeds to the paper's."""
         close = sum(claim.agrees for claim in self.claims)
-        return (
+        executed = (
             f"Executed launch by launch, {close} of {len(self.claims)} are within "
             f"{100 * AGREED:.0f} % of what the solver predicted."
+        )
+        speeds = [abs(claim.ratio - 1) for claim in self.claims if claim.unit == "tok/s"]
+        if not speeds:
+            return executed
+        off = 100 * statistics.median(speeds)
+        return (
+            f"{executed} The median difference of {len(speeds)} speeds to the paper's: {off:.1f} %."
         )
 
     def table(self) -> TableData:

@@ -40,6 +40,8 @@ def test_what_is_executed_is_close_to_what_was_predicted() -> None:
     assert not made(claim(100, off=0.06)).met
     off = made(claim(100), claim(100, off=-0.06))
     assert "1 of 2 are within 5 % of what the solver predicted" in off.summary()
+    far = made(claim(93), claim(102), claim(150, None, "because"))
+    assert "The median difference of 3 speeds to the paper's: 7.0 %" in far.summary()
     row = off.document()[1]
     assert (row["predicted"], row["executed"], row["kind"]) == (100, 94, "simulated")
     assert row["difference"] == pytest.approx(-0.06)
