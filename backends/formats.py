@@ -110,6 +110,14 @@ class StorageFormat(StrEnum):
         return blocks
 
     @property
+    def default_format(self) -> WeightFormat:
+        """Return the format that such weights are opened in.
+
+        Raises `ValueError` for a storage of parts only, which no format has alone.
+        """
+        return WeightFormat(_STORAGE[self].default)
+
+    @property
     def quantised(self) -> bool:
         """Return whether weights are integer codes, padded along k to whole groups, with scales."""
         return self.scales != "none"
@@ -183,6 +191,7 @@ class _Storage(NamedTuple):
     bits: int
     scales: WeightScales
     blocks: Blocks | None = None
+    default: str = ""  # of `WeightFormat`
 
 
 def _blocks(blocks: Blocks) -> _Storage:
@@ -198,12 +207,12 @@ _STORAGE: Final = {
     StorageFormat.Q5_K: _blocks(Blocks(bits=6, groups=8, minimum=True)),
     StorageFormat.Q6_K: _blocks(Blocks(bits=6, groups=8, halves=2, zero=32)),
     StorageFormat.MXFP4: _blocks(Blocks(bits=4, groups=1, zero=12, e2m1=True)),
-    StorageFormat.MIXED: _Storage(bits=4, scales="parts"),
-    StorageFormat.Q4: _Storage(bits=4, scales="group"),
-    StorageFormat.Q8: _Storage(bits=8, scales="group"),
-    StorageFormat.Q8R: _Storage(bits=8, scales="row"),
-    StorageFormat.F16: _Storage(bits=16, scales="none"),
-    StorageFormat.F32: _Storage(bits=32, scales="none"),
+    StorageFormat.MIXED: _Storage(bits=4, scales="parts", default="gguf-a16"),
+    StorageFormat.Q4: _Storage(bits=4, scales="group", default="w4a16"),
+    StorageFormat.Q8: _Storage(bits=8, scales="group", default="w8a16"),
+    StorageFormat.Q8R: _Storage(bits=8, scales="row", default="w8a8"),
+    StorageFormat.F16: _Storage(bits=16, scales="none", default="f16"),
+    StorageFormat.F32: _Storage(bits=32, scales="none", default="f32"),
 }
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hetero.profiler.records import DeviceProfile
 
 # Backends that a chip's devices are opened with, where its profile was made without them.
-BACKENDS: Final[dict[DeviceKind, str]] = {"gpu": "opencl", "npu": "qnn"}
+OPENED_WITH: Final[dict[DeviceKind, str]] = {"gpu": "opencl", "npu": "qnn"}
 PC_LEVELS: Final = {
     "host": "a PC with AVX-512 VNNI", "host-amx": "a PC with AMX", "host-avx2": "a PC with AVX2",
 }  # fmt: skip
@@ -40,11 +40,11 @@ class Nearest(NamedTuple):
 
         profile = DeviceProfile.load(profile_files.shipped_path(self.name))
         devices = {
-            kind: record.model_copy(update={"backend": BACKENDS[kind]})
+            kind: record.model_copy(update={"backend": OPENED_WITH[kind]})
             if record.backend == "simulated"
             else record
             for kind, record in profile.devices.items()
-            if kind in BACKENDS
+            if kind in OPENED_WITH
         }
         return profile.model_copy(update={"devices": devices})
 

@@ -129,6 +129,11 @@ class DeviceRecord(Record):
     row_stage: Count = 1
     token_stage: Count = 1
 
+    @property
+    def on_processor(self) -> bool:
+        """Return whether it computes on cores of the processor."""
+        return "cpu" in self.details or self.backend == "ort-cpu"
+
     @classmethod
     def of(cls, device: Device, *, row_stage: int = 1, token_stage: int = 1) -> Self:
         """Describe an open device."""

@@ -63,7 +63,7 @@ FILE_SUBSTITUTES: Final = {
 # blocks with a minimum, and 6-bit ones for a fifth of the weights (`USUAL_PARTS`), whose products
 # ONNX Runtime makes in two graphs, of a dequantised weight. Measured by the threads' CPU time on an
 # AMX processor, shapes of 576 and 1536 features, 1 to 256 tokens.
-ON_PROCESSORS: Final[dict[tuple[str, WeightFormat, WeightFormat], dict[Phase, float]]] = {
+FILES_ON_PROCESSORS: Final[dict[tuple[str, WeightFormat, WeightFormat], dict[Phase, float]]] = {
     ("opencl", WeightFormat.W4A16, WeightFormat.GGUF_A16): {"prefill": 1.25},
     ("opencl", WeightFormat.W4A8, WeightFormat.GGUF_A8): {"prefill": 1.25},
     ("ort-cpu", WeightFormat.W4A16, WeightFormat.GGUF_A16): {"prefill": 1.5},
@@ -156,7 +156,7 @@ def _of_file(
 ) -> MatMulPredictor:
     by_bytes = wanted.storage.bytes_per_weight / source.weight_format.storage.bytes_per_weight
     ratios: dict[Phase, float] = {"prefill": 1.0, "decode": by_bytes}
-    if device is not None and ("cpu" in device.details or device.backend == "ort-cpu"):
-        ratios |= ON_PROCESSORS.get((device.backend, source.weight_format, wanted), {})
+    if device is not None and device.on_processor:
+        ratios |= FILES_ON_PROCESSORS.get((device.backend, source.weight_format, wanted), {})
     scale = {phase: source.scale.get(phase, 1.0) * ratio for phase, ratio in ratios.items()}
     return source.model_copy(update={"weight_format": wanted, "scale": scale})

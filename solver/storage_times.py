@@ -105,5 +105,4 @@ class StorageTimes:
 
     def _ratios(self, device: DeviceKind) -> Mapping[StorageFormat, tuple[float, float]]:
         record = self.cost.device(device)
-        here = "cpu" in record.details or record.backend == "ort-cpu"
-        return ON_PROCESSORS.get(record.backend, {}) if here else {}
+        return ON_PROCESSORS.get(record.backend, {}) if record.on_processor else {}

@@ -196,8 +196,7 @@ def default_weights(model: str | Path) -> str:
         return default_format(GgufFile.opened(path)).value
     if len(path.name) > LONGEST_NAME or not is_quantised(path):
         return (WeightFormat.GGUF_A16 if _has_mxfp4(path) else WeightFormat.W4A16).value
-    storage = read_manifest(path).storage
-    return next(x.value for x in WeightFormat if x.storage is storage)
+    return read_manifest(path).storage.default_format.value
 
 
 def open_model(

@@ -34,6 +34,15 @@ def test_fp16_is_enough_for_floats_of_16_bits_and_for_codes_times_floats() -> No
     assert WeightFormat.W4A8.activations.largest == 127
 
 
+def test_a_storage_names_the_format_that_it_is_opened_in() -> None:
+    """Whatever the order of the formats is: a new one does not change how models are opened."""
+    defaults = {x.storage.default_format for x in WeightFormat}
+    assert {x.value for x in defaults} == {"w4a16", "w8a16", "w8a8", "f16", "f32", "gguf-a16"}
+    assert all(x.storage.default_format.storage is x.storage for x in WeightFormat)
+    with pytest.raises(ValueError, match="is not a valid WeightFormat"):
+        _ = StorageFormat.Q6_K.default_format
+
+
 @pytest.mark.full
 def test_a_new_format_is_a_change_of_one_file(tmp_path: Path) -> None:
     """Eight-bit weights and activations, added to a copy: the contract holds on the reference."""

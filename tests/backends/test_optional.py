@@ -18,6 +18,7 @@ CLASSES = {
     "ort-cpu": "ort_cpu.device.OrtCpuDevice",
     "qnn": "qnn.device.QnnDevice",
     "null": "null.device.NullDevice",
+    "simulated": "simulated.device.SimulatedDevice",
 }
 ROW = re.compile(r"^\| `(Supports\w+)` \|.*\| (.*) \|$", re.MULTILINE)
 

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero.backends.host import time_limits
 from hetero.backends.host.clock import ManualClock
 from hetero.contexts.load_plan import LoadItem, Rates, plan_load
 from hetero.contexts.measured import LONGEST_BEFORE, PROMPTS, measure_prompts
@@ -312,6 +313,14 @@ def test_a_prompt_waits_for_each_layer_and_no_longer(way: str, tmp_path: Path) -
         assert gate.waited_s > 0
         assert np.array_equal(llm.engine.decode(late, 5), llm.engine.decode(whole, 5))
         assert late.gate is None
+
+
+def test_a_layer_is_waited_for_as_long_as_the_scale_of_time_limits_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(time_limits.VARIABLE, "0.1")
+    with pytest.raises(LoadError, match=r"layer 0 did not come within 0\.01 s"):
+        LayerGate(1, deadline_s=0.1).wait(0)
 
 
 def test_a_layer_that_does_not_come_is_an_error_and_the_context_goes_on(tmp_path: Path) -> None:

@@ -122,6 +122,24 @@ def test_the_reference_has_every_command() -> None:
     assert missing == []
 
 
+@pytest.mark.full  # imports the server
+def test_the_reference_has_every_path_of_the_server() -> None:
+    """`…` in a list stands for the last path that is written out; capitals for a parameter."""
+    pytest.importorskip("fastapi")
+    from hetero.serving.http_app import _ROUTERS
+
+    text = (ROOT / "docs" / "reference" / "http-api.md").read_text("utf-8")
+    section = text.partition("\n## Endpoints\n")[2].partition("\n## ")[0]
+    listed, last = set[str](), ""
+    for path in re.findall(r"`(?:[A-Z]+ )?([/…][^`\s?]*)[^`]*`", section):
+        whole = path.replace("…", last)
+        last = path if path.startswith("/") else last
+        listed.add(re.sub(r"/[A-Z]+\b", "/{}", whole))
+    routes = [route for router in _ROUTERS for route in router.routes]
+    served = {re.sub(r"{.*?}", "{}", getattr(route, "path", "")).rstrip("/") for route in routes}
+    assert listed ^ served == {"/openapi.json"}, "FastAPI's own; the others are in both or missing"
+
+
 def test_the_reference_has_every_variable_of_the_environment() -> None:
     text = (ROOT / "docs" / "reference" / "environment.md").read_text("utf-8")
     read = {

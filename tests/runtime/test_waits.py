@@ -21,6 +21,7 @@ from hetero.backends.host.timers import waited_for_core_s
 from hetero.backends.protocol import Completion
 from hetero.backends.registry import open_device
 from hetero.runtime.waits import SleepTimes, Synchroniser, WaitPoint, WaitPolicy
+from hetero.runtime.waits.trials import Trials
 
 LOOK_S = 1e-6
 LATE_S = 60e-6
@@ -301,6 +302,24 @@ def test_a_wait_past_its_deadline_is_an_error(clock: BusyClock, contended_left: 
     with pytest.raises(WaitTimeoutError, match=r"a kernel \(gpu: reference open\)"):
         wait(site, clock, float("inf"))
     assert clock.now_s - start_s < 0.06
+
+
+def test_a_trial_gives_up_as_late_as_the_scale_of_time_limits_says(
+    clock: BusyClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Never(Completion):
+        def done(self) -> bool:
+            clock.advance(1.0)
+            return False
+
+        def wait(self, deadline_s: float = 1.0) -> None:
+            raise WaitTimeoutError("reference", "a kernel", deadline_s, "gpu")
+
+    monkeypatch.setenv(time_limits.VARIABLE, "4")
+    start_s = clock.now_s
+    with pytest.raises(WaitTimeoutError):
+        Trials({}, POLICY, clock)._spin(Never())
+    assert clock.now_s - start_s == pytest.approx(240, abs=2)
 
 
 def test_a_step_of_many_tokens_is_waited_for_longer(clock: BusyClock) -> None:

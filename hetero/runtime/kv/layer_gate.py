@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+from hetero.backends.host.time_limits import time_limit
+
 DEADLINE_S = 30.0
 
 
@@ -16,10 +18,11 @@ class LayerGate:
     """A gate that the loading thread opens layer by layer.
 
     The thread that runs a step waits at it, before the first call that reads a layer.
+    HETERO_TIMEOUT_SCALE multiplies `deadline_s`.
     """
 
     def __init__(self, layers: int, deadline_s: float = DEADLINE_S) -> None:
-        self.layers, self.deadline_s = layers, deadline_s
+        self.layers, self.deadline_s = layers, time_limit(deadline_s)
         self.waited_s = 0.0
         self._ready = 0
         self._error: BaseException | None = None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from hetero.backends.host.clock import Clock
+from hetero.backends.host.time_limits import time_limit
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import Add
 from hetero.backends.optional import StreamSignal, flag_of, signal_of
@@ -105,7 +106,7 @@ class Trials:
         return self._clock.now() - start_s
 
     def _spin(self, completion: Completion) -> None:
-        give_up_s = self._clock.now() + DEFAULT_DEADLINE_S
+        give_up_s = self._clock.now() + time_limit(DEFAULT_DEADLINE_S)
         while not completion.done():
             if self._clock.now() > give_up_s:
                 completion.wait(0.0)  # raises
