@@ -15,6 +15,7 @@ from hetero.models import LoadedModel
 from hetero.models.tokenizer import HfTokenizer, Tokenizer
 
 LONGEST_GRAMMAR: Final = 256 << 10  # characters
+LARGEST_INTEGER: Final = 2**53 - 1  # up to which readers of JSON agree (RFC 8259)
 # Keys that add other schemas to an object, or say what else it has.
 _SHARING: Final = {"patternProperties", "unevaluatedProperties", "anyOf", "oneOf", "not", "if",
                    "$ref", "$dynamicRef", "dependentSchemas"}  # fmt: skip
@@ -68,8 +69,8 @@ def _unusable(reason: str) -> str:
 def json_grammar(schema: Any) -> str:
     """Return the grammar of the JSON values that a schema allows (True: any object).
 
-    Objects have their `properties` alone unless the schema says otherwise (`_closed`). Raises
-    `UserError`.
+    Objects have their `properties` alone, and integers up to 16 digits, unless the schema says
+    otherwise (`_closed`). Raises `UserError`.
     """
     if schema is True:
         schema = {"type": "object"}
@@ -117,14 +118,14 @@ def _has_all_of(schema: Any) -> bool:
 
 
 def _closed(schema: Any) -> Any:
-    """Return a schema whose objects with `properties` have no others, as llama.cpp reads them.
+    """Return a schema whose objects with `properties` have no others, and whose integers end.
 
-    Small models otherwise make up properties without end. An object that other schemas describe
-    too stays open, since the others' properties are not among its own.
+    llama.cpp reads schemas so: small models otherwise make up properties and digits without end.
+    A value that other schemas describe too stays open, since the others may allow more.
     """
     if not isinstance(schema, dict):
         return schema
-    own, inner = "properties" in schema, dict(schema)
+    own, inner = "properties" in schema, _bounded(schema)
     for key, value in schema.items():
         if key in ("properties", "$defs", "definitions") and isinstance(value, dict):
             inner[key] = {name: _closed(each) for name, each in value.items()}
@@ -135,6 +136,21 @@ def _closed(schema: Any) -> Any:
     if own and not _SHARING & schema.keys():
         inner.setdefault("additionalProperties", False)
     return inner
+
+
+def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a schema, whose integers have both bounds."""
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if "integer" not in kinds or "number" in kinds or {*_SHARING, "enum", "const"} & schema.keys():
+        return dict(schema)
+    lows, highs = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+    given = [schema[name] for name in (*lows, *highs) if name in schema]
+    if not all(isinstance(x, int | float) and abs(x) < LARGEST_INTEGER for x in given):
+        return dict(schema)
+    low = {} if any(x in schema for x in lows) else {"minimum": -LARGEST_INTEGER}
+    high = {} if any(x in schema for x in highs) else {"maximum": LARGEST_INTEGER}
+    return {**schema, **low, **high}
 
 
 def lark_grammar(text: str) -> str:
