@@ -428,8 +428,8 @@ def check_room(state: State, tokens: Sequence[int], param: str = "prompt") -> No
     if not tokens:
         raise ApiError(400, "the prompt is empty: give some text to go on from", param=param)
     if len(tokens) >= most:
-        found = f"for prompt and answer together, and the prompt alone has {len(tokens)}"
-        raise too_long(most, found, param)
+        size = f"for prompt and answer together, and the prompt alone has {len(tokens)}"
+        raise too_long(most, size, param)
     check_ids(state, tokens, param)
 
 

@@ -117,8 +117,8 @@ class State:
             return
         tokens = await self.encoded("".join(texts)[:beginning])
         if len(tokens) > room + CUT_TOKENS:
-            found = f"and of its {whole} characters the first {beginning} alone have more"
-            raise too_long(room, found, param)
+            size = f"and of its {whole} characters the first {beginning} alone have more"
+            raise too_long(room, size, param)
 
     async def texts(
         self, work: Callable[..., T], *arguments: Any, characters: int = 0, **options: Any
