@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from hetero.serving.answer_parser import AnswerParser, AnswerPart, Piece
 from hetero.serving.engine_client import AnswerStream
-from hetero.serving.errors import ApiError, missing
+from hetero.serving.errors import ApiError, missing, too_long
 from hetero.serving.messages import Done, Run, TokenEvent
 from hetero.serving.requests import checked_grammar
 from hetero.serving.state import State
@@ -428,13 +428,8 @@ def check_room(state: State, tokens: Sequence[int], param: str = "prompt") -> No
     if not tokens:
         raise ApiError(400, "the prompt is empty: give some text to go on from", param=param)
     if len(tokens) >= most:
-        raise ApiError(
-            400,
-            f"this model's context has {most} tokens, for prompt and answer together, and the "
-            f"prompt alone has {len(tokens)}: shorten it",
-            param=param,
-            code="context_length_exceeded",
-        )
+        size = f"for prompt and answer together, and the prompt alone has {len(tokens)}"
+        raise too_long(most, size, param)
     check_ids(state, tokens, param)
 
 

@@ -86,6 +86,8 @@ class CountRequest(Request):
     output_config: OutputConfig | None = None
     thinking: Thinking | None = None
     thread: Any = None
+    container: NotDone = None
+    mcp_servers: NotDone = None
 
     def use(self) -> ToolUse:
         """Return the tools in OpenAI's form. Raises `ApiError`."""
@@ -141,8 +143,6 @@ class MessagesRequest(CountRequest):
 
     max_tokens: int = Field(ge=1)
     output_format: AnswerFormat | None = None  # of the beta
-    container: NotDone = None
-    mcp_servers: NotDone = None
     stream: bool | None = False
     stop_sequences: list[str] | None = None
     temperature: float | None = Field(None, ge=0, le=1)
@@ -244,7 +244,7 @@ def _plain(message: Message, where: str, *, last: bool) -> list[PlainMessage]:
     for block in blocks:
         kind = block.get("type")
         if kind == "tool_result":
-            content = plain_text(block.get("content"), f"{where}.content")
+            content = _text(block.get("content"), f"{where}.content")
             plain.append(result_message(content, str(block.get("tool_use_id", ""))))
         elif kind == "tool_use" and isinstance(block.get("name"), str):
             function = {"name": block["name"], "arguments": block.get("input") or {}}
@@ -254,11 +254,33 @@ def _plain(message: Message, where: str, *, last: bool) -> list[PlainMessage]:
         elif kind not in _PASSED_OVER and not str(kind).endswith("_tool_result"):
             text.append(block)
     if message.role == "assistant":
-        words = plain_text(text, f"{where}.content", begun=last)
+        words = _text(text, f"{where}.content", begun=last)
         plain.append(answer_message(words, calls, "\n".join(filter(None, thoughts))))
     elif text or not plain:
-        plain.append({"role": message.role, "content": plain_text(text, f"{where}.content")})
+        plain.append({"role": message.role, "content": _text(text, f"{where}.content")})
     return plain
+
+
+def _text(content: Any, where: str, *, begun: bool = False) -> str:
+    """Return the text of content, that of documents and search results too. Raises `ApiError`."""
+    if isinstance(content, list):
+        content = [_without_document(block, where) for block in content]
+    return plain_text(content, where, begun=begun)
+
+
+def _without_document(block: Any, where: str) -> Any:
+    """Return a document of text, or a search result, as a text; any other block as it is."""
+    match block:
+        case {"type": "document", "source": {"type": "text", "data": str(text)}}:
+            pass
+        case {"type": "document", "source": {"type": "content", "content": content}}:
+            text = plain_text(content, where)
+        case {"type": "search_result", "content": content}:
+            text = plain_text(content, where)
+        case _:
+            return block
+    lines = [block.get(name) for name in ("title", "source", "context")]
+    return {"type": "text", "text": "\n".join([*(x for x in lines if isinstance(x, str)), text])}
 
 
 def _block(part: AnswerPart) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from contextlib import AsyncExitStack
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -16,7 +16,7 @@ from hetero.serving import answers
 from hetero.serving.errors import ApiError, missing
 from hetero.serving.history import read_items
 from hetero.serving.requests import Metadata, Request
-from hetero.serving.responses import listing
+from hetero.serving.responses import Order, listing, page
 from hetero.serving.served_models import models_of, store_of
 
 router = APIRouter()
@@ -126,21 +126,13 @@ async def read_items_of(
     request: HttpRequest,
     limit: int = 20,
     after: str | None = None,
-    order: Literal["asc", "desc"] = "desc",
+    order: Order = "desc",
 ) -> Response:
     """Return the items, the newest first unless `order` is asc."""
     store = store_of(request)
     await _found(request, name)
     items = await store.disk(store.records.items, request.state.app, name)
-    if order == "desc":
-        items.reverse()
-    if after is not None:
-        at = next((i for i, item in enumerate(items) if item["id"] == after), None)
-        if at is None:
-            raise missing("item", "after")
-        items = items[at + 1 :]
-    most = max(min(limit, 100), 1)
-    return answers.answer_json(listing(items[:most], more=len(items) > most))
+    return answers.answer_json(page(items, limit, after, order))
 
 
 @router.post("/v1/conversations/{name}/items")

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from hetero.models.pooling import pooling_of
 from hetero.serving import answers
-from hetero.serving.errors import ApiError
+from hetero.serving.errors import ApiError, too_long
 from hetero.serving.requests import Inputs, Request, inputs
 from hetero.serving.served_models import acquire
 from hetero.serving.state import State
@@ -73,13 +73,7 @@ async def _tokens(state: State, given: Sequence[str | list[int]]) -> list[list[i
     texts = await state.all_encoded(given)
     for tokens in texts:
         if len(tokens) > state.max_seq_len:
-            raise ApiError(
-                400,
-                f"this model's context has {state.max_seq_len} tokens, and an input has "
-                f"{len(tokens)}: shorten it",
-                param="input",
-                code="context_length_exceeded",
-            )
+            raise too_long(state.max_seq_len, f"and an input has {len(tokens)}", "input")
         answers.check_ids(state, tokens, "input")
     return texts
 

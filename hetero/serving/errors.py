@@ -75,3 +75,17 @@ class ApiError(Exception):
 def missing(what: str, param: str | None = None) -> ApiError:
     """Return the error of an unknown id or another key's: the same for both, without the id."""
     return ApiError(404, f"there is no such {what}: list those there are", param=param)
+
+
+def too_long(most: int, size: str, param: str) -> ApiError:
+    """Return the error of a prompt that does not fit into a context of `most` tokens.
+
+    Clients look for the words of Anthropic's API and for OpenAI's, to shorten a conversation.
+    """
+    return ApiError(
+        400,
+        f"the prompt is too long: this model's maximum context length is {most} tokens, {size}: "
+        "shorten it",
+        param=param,
+        code="context_length_exceeded",
+    )

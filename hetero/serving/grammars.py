@@ -15,9 +15,17 @@ from hetero.models import LoadedModel
 from hetero.models.tokenizer import HfTokenizer, Tokenizer
 
 LONGEST_GRAMMAR: Final = 256 << 10  # characters
+LARGEST_INTEGER: Final = 2**53 - 1  # up to which readers of JSON agree (RFC 8259)
 # Keys that add other schemas to an object, or say what else it has.
 _SHARING: Final = {"patternProperties", "unevaluatedProperties", "anyOf", "oneOf", "not", "if",
                    "$ref", "$dynamicRef", "dependentSchemas"}  # fmt: skip
+_LOWS: Final = ("minimum", "exclusiveMinimum")
+_HIGHS: Final = ("maximum", "exclusiveMaximum")
+_SPECIAL: Final = {*_SHARING, "enum", "const", "multipleOf"}  # of an integer
+# One definition, since every range that is written out is compiled anew.
+_NAME: Final = "integer-of-16-digits"
+_INTEGER: Final = {"$ref": f"#/$defs/{_NAME}"}
+_INTEGERS: Final = {"type": "integer", "minimum": -LARGEST_INTEGER, "maximum": LARGEST_INTEGER}
 # Keys whose values are a schema, schemas by name, and lists of schemas.
 _ONE_SCHEMA: Final = {"items", "additionalProperties", "unevaluatedProperties", "propertyNames",
                       "contains", "not", "if", "then", "else"}  # fmt: skip
@@ -68,15 +76,15 @@ def _unusable(reason: str) -> str:
 def json_grammar(schema: Any) -> str:
     """Return the grammar of the JSON values that a schema allows (True: any object).
 
-    Objects have their `properties` alone unless the schema says otherwise (`_closed`). Raises
-    `UserError`.
+    Objects have their `properties` alone, and integers up to 16 digits, unless the schema says
+    otherwise (`_closed`). Raises `UserError`.
     """
     if schema is True:
         schema = {"type": "object"}
     if not isinstance(schema, dict):
         raise UserError(f"a JSON schema must be an object, got {str(schema)[:80]!r}")
     try:
-        text = json.dumps(schema if _has_all_of(schema) else _closed(schema))
+        text = json.dumps(_narrowed(schema))
         return str(
             llguidance.LLMatcher.grammar_from_json_schema(
                 text, overrides={"whitespace_flexible": False}
@@ -95,8 +103,7 @@ def inline_json(schema: Any) -> str:
     """
     schema = {"type": "object"} if schema is True else dict(schema)
     json_grammar(schema)  # raises for what cannot be used
-    if not _has_all_of(schema):
-        schema = _closed(schema)
+    schema = _narrowed(schema)
     spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     return f"%json {json.dumps({**schema, 'x-guidance': spaces})}"
 
@@ -116,15 +123,27 @@ def _has_all_of(schema: Any) -> bool:
     return "allOf" in schema or any(map(_has_all_of, inner))
 
 
-def _closed(schema: Any) -> Any:
-    """Return a schema whose objects with `properties` have no others, as llama.cpp reads them.
+def _narrowed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema without what small models make up unless it says that it has that."""
+    return schema if _has_all_of(schema) else _with_integers(_closed(schema))
 
-    Small models otherwise make up properties without end. An object that other schemas describe
-    too stays open, since the others' properties are not among its own.
+
+def _with_integers(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema with the definition that `_bounded` refers to."""
+    definitions = schema.get("$defs")
+    own = definitions if isinstance(definitions, dict) else {}
+    return {**schema, "$defs": {**own, _NAME: _INTEGERS}}
+
+
+def _closed(schema: Any) -> Any:
+    """Return a schema whose objects with `properties` have no others, and whose integers end.
+
+    llama.cpp reads schemas so: small models otherwise make up properties and digits without end.
+    A value that other schemas describe too stays open, since the others may allow more.
     """
     if not isinstance(schema, dict):
         return schema
-    own, inner = "properties" in schema, dict(schema)
+    own, inner = "properties" in schema, _bounded(schema)
     for key, value in schema.items():
         if key in ("properties", "$defs", "definitions") and isinstance(value, dict):
             inner[key] = {name: _closed(each) for name, each in value.items()}
@@ -134,7 +153,23 @@ def _closed(schema: Any) -> Any:
             inner[key] = _closed(value)
     if own and not _SHARING & schema.keys():
         inner.setdefault("additionalProperties", False)
-    return inner
+    return _with_integers(inner) if "$id" in schema else inner  # what references begin from
+
+
+def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose integers have both bounds."""
+    kinds = schema.get("type")
+    kinds = set(kinds) if isinstance(kinds, list) else {kinds}
+    if not {"integer"} <= kinds <= {"integer", "null"} or _SPECIAL & schema.keys():
+        return dict(schema)
+    bounds = {name: schema[name] for name in (*_LOWS, *_HIGHS) if name in schema}
+    if not bounds:
+        return {"anyOf": [_INTEGER, {"type": "null"}]} if "null" in kinds else dict(_INTEGER)
+    if not all(isinstance(x, int | float) and abs(x) < LARGEST_INTEGER for x in bounds.values()):
+        return dict(schema)
+    low = {} if any(x in bounds for x in _LOWS) else {"minimum": -LARGEST_INTEGER}
+    high = {} if any(x in bounds for x in _HIGHS) else {"maximum": LARGEST_INTEGER}
+    return {**schema, **low, **high}
 
 
 def lark_grammar(text: str) -> str:

@@ -58,6 +58,7 @@ router = APIRouter()
 _LONGEST_CHAIN = 10_000
 _BEGINNING: Final = ("created", "in_progress")
 _DELTA: Final = "response.output_text.delta"
+Order = Literal["asc", "desc"]
 
 
 class TextFormat(Request):
@@ -197,16 +198,29 @@ async def count_input(body: ResponseRequest, request: HttpRequest) -> Response:
 
 
 @router.get("/v1/responses/{name}")
-async def read_response(name: str, request: HttpRequest) -> Response:
+async def read_response(name: str, request: HttpRequest, *, stream: bool = False) -> Response:
     """Return a stored response."""
+    if stream:
+        raise ApiError(
+            400,
+            "a stored response is not streamed: leave stream out",
+            param="stream",
+            code="unsupported_parameter",
+        )
     return answers.answer_json((await _stored(request, name)).body)
 
 
 @router.get("/v1/responses/{name}/input_items")
-async def read_input(name: str, request: HttpRequest, limit: int = 20) -> Response:
-    """Return the input of a response, the newest first."""
-    items = (await _stored(request, name)).input[::-1][: max(min(limit, 100), 1)]
-    return answers.answer_json(listing(items, more=False))
+async def read_input(
+    name: str,
+    request: HttpRequest,
+    limit: int = 20,
+    after: str | None = None,
+    order: Order = "desc",
+) -> Response:
+    """Return the input of a response, the newest first unless `order` is asc."""
+    items = (await _stored(request, name)).input
+    return answers.answer_json(page(items, limit, after, order))
 
 
 @router.delete("/v1/responses/{name}")
@@ -216,6 +230,21 @@ async def delete_response(name: str, request: HttpRequest) -> Response:
     if not await store.disk(store.records.delete_response, request.state.app, name):
         raise missing("response")
     return answers.answer_json({"id": name, "object": "response", "deleted": True})
+
+
+def page(items: Sequence[Item], limit: int, after: str | None, order: Order) -> dict[str, Any]:
+    """Return up to `limit` of the items, those that follow the item `after`.
+
+    Raises `ApiError`.
+    """
+    ordered = list(items) if order == "asc" else list(items)[::-1]
+    if after is not None:
+        at = next((i for i, item in enumerate(ordered) if item["id"] == after), None)
+        if at is None:
+            raise missing("item", "after")
+        ordered = ordered[at + 1 :]
+    most = max(min(limit, 100), 1)
+    return listing(ordered[:most], more=len(ordered) > most)
 
 
 def listing(items: list[Item], *, more: bool) -> dict[str, Any]:

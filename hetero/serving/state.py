@@ -17,7 +17,7 @@ from hetero.serving.answer_parser import AnswerForm
 from hetero.serving.call_grammars import CallWriter
 from hetero.serving.database import StoredTokens
 from hetero.serving.engine_client import EngineClient
-from hetero.serving.errors import ApiError
+from hetero.serving.errors import ApiError, too_long
 from hetero.serving.grammars import TokenBytes
 from hetero.serving.metrics import Metrics
 from hetero.serving.store import Store
@@ -117,13 +117,8 @@ class State:
             return
         tokens = await self.encoded("".join(texts)[:beginning])
         if len(tokens) > room + CUT_TOKENS:
-            raise ApiError(
-                400,
-                f"this model's context has {room} tokens, and of the text's {whole} characters the "
-                f"first {beginning} alone have more: shorten it",
-                param=param,
-                code="context_length_exceeded",
-            )
+            size = f"and of its {whole} characters the first {beginning} alone have more"
+            raise too_long(room, size, param)
 
     async def texts(
         self, work: Callable[..., T], *arguments: Any, characters: int = 0, **options: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
@@ -14,6 +15,7 @@ from hetero.serving.chat_completions import TemplateOptions
 from hetero.serving.errors import ApiError
 from hetero.serving.metrics import EngineTotals
 from hetero.serving.requests import Request, Token
+from hetero.serving.responses import listing
 from hetero.serving.served_models import ServedModel, acquire, models_of
 from hetero.serving.state import State, characters_of
 from hetero.serving.template_chat import plain_messages, rendered
@@ -66,7 +68,7 @@ async def models(request: HttpRequest) -> Response:
     """Return the models, each by all of its names."""
     served = models_of(request).served
     cards = [_card(model, name) for model in served for name in model.state.names if name != "*"]
-    return JSONResponse({"object": "list", "data": cards})
+    return JSONResponse(listing(cards, more=False))
 
 
 @router.get("/v1/models/{name:path}")
@@ -82,6 +84,9 @@ def _card(model: ServedModel, name: str) -> dict[str, Any]:
         "id": name,
         "object": "model",
         "created": state.created,
+        "type": "model",  # as Anthropic's API has it, with the next two
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(state.created, UTC).isoformat(),
         "owned_by": "hetero",
         "root": state.model.name,
         "parent": None,

@@ -14,6 +14,7 @@ import pytest
 
 from hetero import LLM, UserError
 from hetero.serving.grammars import (
+    LARGEST_INTEGER,
     GrammarConstraint,
     TokenBytes,
     choice_grammar,
@@ -189,3 +190,42 @@ def test_an_object_has_the_properties_of_its_schema_alone(
 
     assert accepts(value)
     assert accepts(with_more(value)) == open_
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "fits"),
+    [
+        ({"type": "integer"}, 2**53 - 1, True),
+        ({"type": "integer"}, -(2**53) + 1, True),
+        ({"type": "integer"}, 10**17, False),
+        ({"type": ["integer", "null"]}, 10**17, False),
+        ({"type": "integer", "minimum": 0}, 10**17, False),
+        ({"type": "integer", "maximum": 10**18}, 10**17, True),
+        ({"type": "number"}, 10**17, True),
+        ({"type": ["integer", "number"]}, 10**17, True),
+        ({"type": "integer", "title": "A number"}, 10**17, False),
+        ({"type": "integer", "exclusiveMaximum": 9}, 9, False),
+        ({"type": "integer", "exclusiveMaximum": 9}, 8, True),
+        ({"type": "integer", "enum": [10**17]}, 10**17, True),
+        ({"type": "integer", "anyOf": [{"const": 10**17}, {"minimum": 0}]}, 10**17, True),
+    ],
+)
+def test_an_integer_ends(
+    tokens: TokenBytes, schema: dict[str, Any], value: int, *, fits: bool
+) -> None:
+    for whole, given in (
+        (schema, value),
+        ({"type": "object", "properties": {"a": schema}, "required": ["a"]}, {"a": value}),
+        ({"type": "array", "items": schema}, [value]),
+        ({"type": "array", "items": {"$id": "http://a/b", "anyOf": [schema]}}, [value]),
+    ):
+        matcher = GrammarConstraint(tokens, json_grammar(whole), 10**6)._matcher
+        ids = tokens.tokenizer.tokenize_str(json.dumps(given, separators=(",", ":")))
+        assert bool(matcher.validate_tokens(ids) == len(ids)) == fits
+
+
+def test_many_integers_are_one_definition() -> None:
+    """Each range that is written out is compiled anew, in milliseconds."""
+    names = [f"name {i}" for i in range(9)]
+    schema = {"type": "object", "properties": {name: {"type": "integer"} for name in names}}
+    assert json_grammar(schema).count(str(LARGEST_INTEGER)) == 2

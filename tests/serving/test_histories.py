@@ -122,6 +122,28 @@ def test_each_api_gives_the_same_functions() -> None:
     assert asked.use() == anthropic.use() == chat
 
 
+def test_documents_of_text_are_text() -> None:
+    parts = [{"type": "text", "text": "Grass is green."}]
+    text = {"type": "text", "media_type": "text/plain", "data": "Grass is green."}
+    blocks: list[dict[str, Any]] = [
+        {"type": "document", "title": "Notes", "context": "Of May", "source": text},
+        {"type": "document", "source": {"type": "content", "content": parts}},
+        {"type": "search_result", "title": "Lawns", "source": "http://a", "content": parts},
+        {"type": "text", "text": "Which colour?"},
+    ]
+    shown = (
+        "Notes\nOf May\nGrass is green.\nGrass is green.\nLawns\nhttp://a\nGrass is green.\n"
+        "Which colour?"
+    )
+    result = {"type": "tool_result", "tool_use_id": "id", "content": blocks}
+    for content in (blocks, [result]):
+        asked = CountRequest.model_validate({"messages": [{"role": "user", "content": content}]})
+        assert asked.plain()[0]["content"] == shown
+    pdf = {"type": "document", "source": {"type": "base64", "data": "AA"}}
+    with pytest.raises(ApiError):
+        CountRequest.model_validate({"messages": [{"role": "user", "content": [pdf]}]}).plain()
+
+
 def test_tools_that_cannot_run_here_are_left_out() -> None:
     go, stop = ({"type": "function", "name": name} for name in ("go", "stop"))
     asked: list[dict[str, Any]] = [
