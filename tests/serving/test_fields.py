@@ -66,6 +66,11 @@ def test_no_harmless_field_is_made_up() -> None:
         ("/v1/responses", {"input": "x", "max_output_tokens": 1}, {"background": True}),
         ("/v1/responses", {"input": "x", "max_output_tokens": 1}, {"prompt": {"id": "p"}}),
         ("/v1/messages", CHAT, {"mcp_servers": [{"type": "url", "name": "x", "url": "y"}]}),
+        (
+            "/v1/messages/count_tokens",
+            CHAT,
+            {"mcp_servers": [{"type": "url", "name": "x", "url": "y"}]},
+        ),
         ("/v1/messages", CHAT, {"container": "x"}),
     ],
 )
