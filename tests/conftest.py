@@ -45,6 +45,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(gate.Recorder(config))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import a file of which no test runs, unless a test is named by its id."""
+    if collection_path.suffix != ".py" or any("::" in name for name in config.args):
+        return None
+    return selection.is_left_out(collection_path) or None
+
+
 @pytest.hookimpl(trylast=True)  # the plugin of hypothesis marks its tests first
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what the level does not run; a test that is named by its id runs."""

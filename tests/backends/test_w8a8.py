@@ -75,6 +75,7 @@ def check(device: Device, x: Floats, codes: Codes, scales: Floats, x_scale: np.f
     np.testing.assert_array_equal(product(device, x, packed_codes(codes, scales), x_scale), wanted)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("k", [32, 33, 100, 1000, 2048, 8192, 14336])
 @pytest.mark.parametrize("m", [1, 2, 4, 8, 32])
 def test_random_codes(device: Device, m: int, k: int) -> None:

@@ -55,6 +55,7 @@ def chunks_of(codec: ChunkCodec, count: int, seed: int) -> list[tuple[int, Codes
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kv", "own"), [("f32", False), ("f16", False), ("q8", False), ("q8", True)]
 )

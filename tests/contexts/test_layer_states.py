@@ -111,6 +111,7 @@ def test_a_text_goes_on_and_back(llm: LLM) -> None:
                 text = [*text, *found.tokens, *ids(4, 5)]
 
 
+@pytest.mark.full
 def test_several_answers_to_one_prompt(llm: LLM) -> None:
     options: dict[str, Any] = {"max_tokens": 6, "temperature": 1.3}
     wanted = [llm.generate(ids(1, 30), seed=7 + i, **options).tokens for i in range(3)]

@@ -174,6 +174,7 @@ def test_from_the_text_alone_to_the_same_text(llm: LLM, tmp_path: Path) -> None:
         assert switch.recomputed_tokens == switch.tail_tokens > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bits", ["8", "mixed", "4"])
 def test_lossy_codes_cost_what_they_are_said_to(llm: LLM, tmp_path: Path, bits: Any) -> None:
     """After a switch, logits of the same text differ by little at 8 bits, by more at 4."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.support import selection
 from tests.support.selection import SETS, Level, selected
 
 
@@ -73,3 +75,11 @@ def test_a_mark_is_the_least_level_that_runs_a_test(level: Level) -> None:
     marked = items("test_y", {"a": 2}, getattr(pytest.mark, level.name.lower()))
     assert selected(plain + marked, Level(level - 1)) == plain
     assert selected(plain + marked, level) == plain + marked
+
+
+def test_a_file_for_full_runs_is_not_imported_by_default(tmp_path: Path) -> None:
+    whole, part = tmp_path / "test_whole.py", tmp_path / "test_part.py"
+    whole.write_text("import pytest\n\npytestmark = pytest.mark.full\n", encoding="utf-8")
+    part.write_text("@pytest.mark.full\ndef test() -> None: ...\n", encoding="utf-8")
+    assert selection.is_left_out(whole) != selection.full()
+    assert not selection.is_left_out(part)

@@ -89,6 +89,7 @@ def test_routed_experts_are_added_to_a_profile_of_before(whole: DeviceProfile) -
     assert "so that Attention takes what it took" in found.notes[-1]
 
 
+@pytest.mark.full
 def test_only_what_was_measured_here_is_completed(whole: DeviceProfile) -> None:
     here = devices(ManualClock())
     chip = DeviceProfile.load("snapdragon-8-gen-3")

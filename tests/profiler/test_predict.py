@@ -220,6 +220,7 @@ def profile() -> DeviceProfile:
     )  # fmt: skip
 
 
+@pytest.mark.full
 def test_ten_thousand_shapes_take_less_than_fifty_milliseconds() -> None:
     model = CostModel(profile())
     rng = np.random.default_rng(0)

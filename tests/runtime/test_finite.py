@@ -108,6 +108,7 @@ def test_cut_matmuls_in_panels(broken: Path) -> None:
         llm.generate(PROMPT, max_tokens=3)
 
 
+@pytest.mark.full
 def test_the_command_line_says_one_sentence(broken: Path, command: Command) -> None:
     done = command("generate", str(broken), "Hi", "--device", "gpu", "--weights", "f32", "--raw")
     assert done.returncode == 2

@@ -263,6 +263,7 @@ def test_the_probe_sees_copies_of_the_hosts_memory(monkeypatch: pytest.MonkeyPat
             assert not other.capabilities.unified_memory
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("coherent_device")
 def test_a_gpu_that_is_coherent_in_its_own_memory_allocates_pool_and_caches(
     folder: Path, opened: Open, monkeypatch: pytest.MonkeyPatch

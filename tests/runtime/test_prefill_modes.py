@@ -121,6 +121,7 @@ def test_a_form_balances_both_devices_over_all_operations() -> None:
     assert max(sum(op.gpu_s or 0 for op in found["both"]), 1e-9) > 0
 
 
+@pytest.mark.full
 def test_rows_that_do_not_fit_are_not_used() -> None:
     spec, profile = model_spec("llama-3.2-1b", "w4a8"), DeviceProfile.load("host")
     planner = Planner(spec, profile).with_rows({x.name: (x.n // 2,) for x in spec.matmuls})

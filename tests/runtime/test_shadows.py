@@ -104,6 +104,7 @@ def test_the_gpu_computes_them_beside_the_npu(case: Case, strategy: str, pair: s
         assert {x.kind for x in shadows} == {"gpu"}
 
 
+@pytest.mark.full
 def test_they_matter(case: Case) -> None:
     """The limit of the tests above tells whether they are there."""
     assert off(case.without, case.wanted) > 2 * TOLERANCE

@@ -86,6 +86,7 @@ def texts(sent: Sequence[Any], number: int = 0) -> list[str]:
     return [by_choice[choice] for choice in sorted(by_choice)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [2, 4, 6])
 def test_choices_are_what_they_are_alone(
     service: Service, count: int, monkeypatch: pytest.MonkeyPatch

@@ -97,6 +97,7 @@ def test_names_of_matmuls_are_known(name: str) -> None:
         ModelGraph.model_validate({**json.loads(graph.model_dump_json()), "nodes": nodes})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("m", [1, 256])
 def test_a_step_costs_what_each_layer_costs(m: int) -> None:
     graph = mixed()

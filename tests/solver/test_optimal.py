@@ -205,6 +205,7 @@ def test_an_unreachable_option_costs_infinity_under_every_objective() -> None:
         assert objective.cost(late, GPU) < INF
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(examples(60, 180)))
 def test_memory_is_spent_as_well_as_possible(seed: int) -> None:
     """Under a budget for both devices, and in two thirds of the cases under limits of each; in

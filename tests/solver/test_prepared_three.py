@@ -85,6 +85,7 @@ def expected(instance: Instance, solver: PreparedThree, name: Any, m: int, state
     return min(float(costs.min()), *three, INF)
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=examples(20, 100))
 @given(
     seed=st.integers(0, 10**6), factors=st.fixed_dictionaries(

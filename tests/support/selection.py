@@ -19,6 +19,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Hashable
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import pytest
@@ -69,6 +70,11 @@ def full() -> bool:
 def exhaustive() -> bool:
     """Return whether everything runs, however long it takes."""
     return _levels[0] is Level.EXHAUSTIVE
+
+
+def is_left_out(path: Path) -> bool:
+    """Return whether a file is for `--full` as a whole: its imports may take seconds."""
+    return not full() and "\npytestmark = pytest.mark.full\n" in path.read_text(encoding="utf-8")
 
 
 def examples(full: int, exhaustive: int | None = None) -> int:

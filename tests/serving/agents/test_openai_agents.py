@@ -12,6 +12,7 @@ from tests.serving.agents.assistant import Assistant
 from tests.serving.agents.story import QUESTION, begin, check_prompts, temperature, weather
 
 agents = pytest.importorskip("agents")
+pytestmark = pytest.mark.full
 FAILURE = "An error occurred while running the tool. Please try again."
 
 
@@ -39,7 +40,6 @@ async def finished(assistant: Assistant, kind: str, *, streams: bool) -> Any:
         return await run(client, kind, streams=streams)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("kind", ["OpenAIResponsesModel", "OpenAIChatCompletionsModel"])
 def test_the_task_is_done(scripted: Assistant, kind: str, streams: bool) -> None:

@@ -16,6 +16,7 @@ from tests.serving.agents.assistant import Assistant
 from tests.serving.agents.story import QUESTION, begin, check_prompts, temperature, weather
 
 pydantic_ai = pytest.importorskip("pydantic_ai")
+pytestmark = pytest.mark.full
 FAILURES = {"anthropic": "no such city: Zurich"}
 
 
