@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 from contextlib import AsyncExitStack
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -16,7 +16,7 @@ from hetero.serving import answers
 from hetero.serving.errors import ApiError, missing
 from hetero.serving.history import read_items
 from hetero.serving.requests import Metadata, Request
-from hetero.serving.responses import Order, listing, page
+from hetero.serving.responses import Page, listing
 from hetero.serving.served_models import models_of, store_of
 
 router = APIRouter()
@@ -124,15 +124,13 @@ async def delete_conversation(name: str, request: HttpRequest) -> Response:
 async def read_items_of(
     name: str,
     request: HttpRequest,
-    limit: int = 20,
-    after: str | None = None,
-    order: Order = "desc",
+    page: Annotated[Page, Query()],
 ) -> Response:
     """Return the items, the newest first unless `order` is asc."""
     store = store_of(request)
     await _found(request, name)
     items = await store.disk(store.records.items, request.state.app, name)
-    return answers.answer_json(page(items, limit, after, order))
+    return answers.answer_json(page.of(items))
 
 
 @router.post("/v1/conversations/{name}/items")

@@ -22,7 +22,7 @@ _SHARING: Final = {"patternProperties", "unevaluatedProperties", "anyOf", "oneOf
 _LOWS: Final = ("minimum", "exclusiveMinimum")
 _HIGHS: Final = ("maximum", "exclusiveMaximum")
 _SPECIAL: Final = {*_SHARING, "enum", "const", "multipleOf"}  # of an integer
-# One definition, since every range that is written out is compiled anew.
+# One definition: llguidance compiles the range of each `minimum` and `maximum` separately.
 _NAME: Final = "integer-of-16-digits"
 _INTEGER: Final = {"$ref": f"#/$defs/{_NAME}"}
 _INTEGERS: Final = {"type": "integer", "minimum": -LARGEST_INTEGER, "maximum": LARGEST_INTEGER}

@@ -8,10 +8,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from json.encoder import encode_basestring_ascii as quoted
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from fastapi import APIRouter
-from pydantic import Field
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -58,7 +58,25 @@ router = APIRouter()
 _LONGEST_CHAIN = 10_000
 _BEGINNING: Final = ("created", "in_progress")
 _DELTA: Final = "response.output_text.delta"
-Order = Literal["asc", "desc"]
+
+
+class Page(BaseModel):
+    """Ask for up to `limit` items of a list, those that follow the item `after`."""
+
+    limit: int = 20
+    after: str | None = None
+    order: Literal["asc", "desc"] = "desc"
+
+    def of(self, items: Sequence[Item]) -> dict[str, Any]:
+        """Return these of `items`, which come oldest first. Raises `ApiError`."""
+        ordered = list(items) if self.order == "asc" else list(items)[::-1]
+        if self.after is not None:
+            at = next((i for i, item in enumerate(ordered) if item["id"] == self.after), None)
+            if at is None:
+                raise missing("item", "after")
+            ordered = ordered[at + 1 :]
+        most = max(min(self.limit, 100), 1)
+        return listing(ordered[:most], more=len(ordered) > most)
 
 
 class TextFormat(Request):
@@ -214,13 +232,10 @@ async def read_response(name: str, request: HttpRequest, *, stream: bool = False
 async def read_input(
     name: str,
     request: HttpRequest,
-    limit: int = 20,
-    after: str | None = None,
-    order: Order = "desc",
+    page: Annotated[Page, Query()],
 ) -> Response:
     """Return the input of a response, the newest first unless `order` is asc."""
-    items = (await _stored(request, name)).input
-    return answers.answer_json(page(items, limit, after, order))
+    return answers.answer_json(page.of((await _stored(request, name)).input))
 
 
 @router.delete("/v1/responses/{name}")
@@ -230,21 +245,6 @@ async def delete_response(name: str, request: HttpRequest) -> Response:
     if not await store.disk(store.records.delete_response, request.state.app, name):
         raise missing("response")
     return answers.answer_json({"id": name, "object": "response", "deleted": True})
-
-
-def page(items: Sequence[Item], limit: int, after: str | None, order: Order) -> dict[str, Any]:
-    """Return up to `limit` of the items, those that follow the item `after`.
-
-    Raises `ApiError`.
-    """
-    ordered = list(items) if order == "asc" else list(items)[::-1]
-    if after is not None:
-        at = next((i for i, item in enumerate(ordered) if item["id"] == after), None)
-        if at is None:
-            raise missing("item", "after")
-        ordered = ordered[at + 1 :]
-    most = max(min(limit, 100), 1)
-    return listing(ordered[:most], more=len(ordered) > most)
 
 
 def listing(items: list[Item], *, more: bool) -> dict[str, Any]:
