@@ -46,8 +46,8 @@ def places_of(planner: Planner) -> int:
 
 
 def weights_of(parts: Sequence[residency.Part]) -> int:
-    """Return the bytes of a model's weights, each row once."""
-    return sum(planner.spec.matmul_weight_bytes for planner, _ in parts)
+    """Return the bytes of a model's weights, each row once, all routed experts included."""
+    return sum(planner.spec.weight_bytes for planner, _ in parts)
 
 
 def slowdown(best: Iterable[Solution], others: Iterable[Solution], request: PlanRequest) -> float:

@@ -173,7 +173,7 @@ def _variants(
             continue
         alone = {name: _with_all(planner, name, rows, kind) for name, rows in resident.items()}
         memory = memory_of_rows(planner, alone)
-        gain = least_gain(memory, planner.spec.matmul_weight_bytes, request.limits)
+        gain = least_gain(memory, planner.spec.weight_bytes, request.limits)
         ways = [(resident, 0.0, False), (alone, gain, True)]
         for rows, least, is_alone in ways:
             options = _options(planner, base, rows, kind if is_alone or request.apart else None)

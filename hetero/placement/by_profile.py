@@ -314,7 +314,7 @@ class _Prices:
             return Price(math.inf)  # of both phases
         memory = self.solver.memory_in(sets.kinds)
         limits = limits_of(self.planner.profile, self.budget_bytes)
-        gain = least_gain(memory, spec.matmul_weight_bytes, limits)
+        gain = least_gain(memory, spec.weight_bytes, limits)
         return Price(gain, self._handover_s(sets))
 
     def _handover_s(self, sets: DeviceSets) -> float:

@@ -39,7 +39,7 @@ def test_copies_are_few_or_gain_what_they_must(
     free, usual = planned(PLENTY), planned(USUAL)
     assert free.memory is not None
     assert usual.memory is not None
-    most = max(SHARE * spec.matmul_weight_bytes, NEGLIGIBLE_BYTES)
+    most = max(SHARE * spec.weight_bytes, NEGLIGIBLE_BYTES)
     notes = [note for note in usual.notes if note.startswith("both devices hold")]
     if free.memory.twice_bytes <= most:
         assert (usual.plan_id, notes) == (free.plan_id, [])
@@ -64,7 +64,7 @@ def test_a_budget_is_the_users_word() -> None:
     spec, device = spec_on("llama-3.2-1b", "w4a8", "host")
     plan = make_plan(spec, device, PLENTY)
     assert plan.memory is not None
-    assert plan.memory.twice_bytes > SHARE * spec.matmul_weight_bytes
+    assert plan.memory.twice_bytes > SHARE * spec.weight_bytes
     assert not [note for note in plan.notes if note.startswith("both devices hold")]
 
 
@@ -83,7 +83,7 @@ def test_copies_of_small_matmuls_are_not_counted() -> None:
 
     def small(name: str) -> set[str]:
         planner = Planner(model_spec(name), profile)
-        limits = Limits(copies=SHARE * planner.spec.matmul_weight_bytes)
+        limits = Limits(copies=SHARE * planner.spec.weight_bytes)
         return {x.name for x in planner.spec.matmuls if is_small(planner, x.name, limits)}
 
     assert {x.partition(".")[0] for x in small("gemma-4-e2b")} == {
@@ -91,3 +91,15 @@ def test_copies_of_small_matmuls_are_not_counted() -> None:
     }  # fmt: skip
     for name in ("llama-3-8b", "smollm2-135m", "qwen3.5-0.8b", "lfm2-8b-a1b", "gemma-4-12b"):
         assert not small(name)
+
+
+@pytest.mark.full
+def test_experts_are_weights_of_the_model() -> None:
+    """Copies of matmuls are few compared with all experts, which take ten times as much."""
+    spec, device = spec_on("qwen3.5-35b-a3b", "w4a16", "snapdragon-8-gen-3-strong-npu")
+    assert spec.weight_bytes > 10 * spec.matmul_weight_bytes
+    plan = make_plan(spec, device, PlanRequest(seq_lens=(64,)))
+    assert plan.memory is not None
+    assert SHARE * spec.matmul_weight_bytes < plan.memory.twice_bytes < SHARE * spec.weight_bytes
+    assert not [note for note in plan.notes if note.startswith("both devices hold")]
+    assert all(x.predicted_s <= x.best_single_device_s for x in plan.totals)
