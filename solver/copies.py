@@ -10,21 +10,21 @@ only gain what predictions are sure of, the plan's margin.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Final
 
 from hetero.solver import residency
 from hetero.solver.options import INF
 from hetero.solver.plan import Memory
-from hetero.solver.planner import Planner
 from hetero.solver.request import PlanRequest
-from hetero.solver.solution import Solution
+from hetero.solver.solution import Scenario, Solution
 from hetero.solver.weight_memory import Limits
 
 SHARE: Final = 0.25
 WORTH: Final = 0.10
 NEGLIGIBLE_BYTES: Final = 64 << 20  # in all: not worth the time to solve again
-PLACES: Final = 4  # of each row limit, besides those that the steps want
-MANY: Final = 16  # matmuls of a model from which on there is a place less
+PROMPTS: Final = 4  # lengths by which rows are chosen: twenty take a second
+PLACES: Final = 3  # of each row limit, besides those that the steps want
 
 
 def tighter(
@@ -40,9 +40,18 @@ def tighter(
     return limits._replace(copies=most)
 
 
-def places_of(planner: Planner) -> int:
-    """Return the places of each row limit that are tried."""
-    return PLACES if len(planner.spec.matmuls) < MANY else PLACES - 1
+def representatives(scenarios: Sequence[Scenario], request: PlanRequest) -> dict[Scenario, float]:
+    """Return the few scenarios by which rows are chosen, and how much each counts.
+
+    They are decoding and at most `PROMPTS` lengths, each for the lengths next to it.
+    """
+    prompts = sorted((x for x in scenarios if x.phase == "prefill"), key=lambda x: x.m)
+    count = min(PROMPTS, len(prompts))
+    edges = [round(i * len(prompts) / count) for i in range(count + 1)] if count else []
+    groups = [prompts[first:stop] for first, stop in pairwise(edges)]
+    weights = {x[len(x) // 2]: sum(map(request.weight, x)) for x in groups}
+    decoding = (x for x in scenarios if x.phase == "decode")
+    return weights | {x: request.weight(x) for x in decoding}
 
 
 def weights_of(parts: Sequence[residency.Part]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
@@ -109,16 +110,16 @@ def _joint_with_few_copies(
     if tight is None:
         return limited, best
 
-    def solve(with_cuts: Planner) -> list[Solution]:
-        solved = residency.solve(
-            with_cuts, scenarios, objective, tight, request.weight, places=copies.places_of(planner)
-        )
-        return agree(with_cuts, solved, objective)
-
     try:
-        thrifty, fewer = with_used_cuts(planner, cuts_of(planner, solve(planner)), solve)
+        (rows,) = _rows_with_few_copies(parts, objective, tight, request)
     except PlanError:
         return limited, best
+
+    def solve(with_cuts: Planner) -> list[Solution]:
+        solved = residency.solve_with(with_cuts, scenarios, objective, rows)
+        return agree(with_cuts, solved, objective)
+
+    thrifty, fewer = with_used_cuts(planner, cuts_of(planner, solve(planner)), solve)
     if _are_worth([(limited, scenarios)], [best], [fewer], request, notes):
         return limited, best
     return thrifty, fewer
@@ -288,13 +289,25 @@ def solve_separately(
     if tight is None:
         return best
     try:
-        fewer = residency.solve_parts(
-            parts, objective, tight, request.weight, places=copies.places_of(planner)
-        )
+        rows = _rows_with_few_copies(parts, objective, tight, request)
     except PlanError:
         return best
-    fewer = _agree(parts, fewer, objective)
+    solved = [
+        residency.solve_with(x, scenarios, objective, resident)
+        for (x, scenarios), resident in zip(parts, rows, strict=True)
+    ]
+    fewer = _agree(parts, solved, objective)
     return best if _are_worth(parts, best, fewer, request, notes) else fewer
+
+
+def _rows_with_few_copies(
+    parts: Sequence[residency.Part], objective: Objective, tight: Limits, request: PlanRequest
+) -> list[residency.Residents]:
+    """Return the rows on each device within the limit of copies, chosen by a few of the steps."""
+    weights = [copies.representatives(scenarios, request) for _, scenarios in parts]
+    some = [(x, list(own)) for (x, _), own in zip(parts, weights, strict=True)]
+    count = ChainMap(*weights).__getitem__
+    return residency.choose_rows(some, objective, tight, count, places=copies.PLACES)
 
 
 def _are_worth(

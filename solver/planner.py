@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeAlias
 
 from hetero.backends.protocol import DeviceKind, prepared_sizes
 from hetero.profiler.cost import CostModel
@@ -26,6 +27,8 @@ from hetero.solver.solution import Scenario, Solution
 from hetero.solver.step_search import Candidates, StepSearch
 from hetero.solver.tilings import MatMulSpace
 from hetero.solver.weight_memory import holds_alone
+
+_Cut: TypeAlias = tuple[OpName, tuple[int, ...] | None]  # a matmul with its row cuts, or all
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class Planner:
         rows: Mapping[OpName, Sequence[int]] | None = None,
         heads: tuple[int, ...] | None = None,
     ) -> None:
-        self.rows, self.heads = dict(rows or {}), heads
+        self.rows = {name: tuple(cuts) for name, cuts in (rows or {}).items()}
+        self.heads = heads
         self.spec, self.profile, self.settings = spec, profile, settings
         self.cost = cost or CostModel(profile)
         self.kernels = KernelTimes(self.cost, spec.weight_format, settings.precision, spec.base)
@@ -76,8 +80,9 @@ class Planner:
         record = profile.devices.get("npu")
         self.sizes = prepared_sizes(record.capabilities) if record is not None else ()
         self.whole = self  # the same with all row cuts
-        self._spaces: dict[OpName, MatMulSpace] = {}
-        self._candidates: dict[tuple[OpName, int, Objective], list[Option]] = {}
+        # By row cuts, which is all that planners of `with_rows` differ in.
+        self._spaces: dict[_Cut, MatMulSpace] = {}
+        self._candidates: dict[tuple[_Cut, int, Objective], list[Option]] = {}
         if not any(self.kernels.options.values()):
             raise _no_times(self)
 
@@ -143,6 +148,7 @@ class Planner:
         """Return the same with these row cuts alone, which are prepared (`MatMulSpace`)."""
         limited = self._with(rows=rows)
         limited.whole = self.whole
+        limited._spaces, limited._candidates = self._spaces, self._candidates
         return limited
 
     def drifted(self, factors: Factors) -> Planner:
@@ -169,7 +175,7 @@ class Planner:
 
     def candidates(self, name: OpName, m: int, objective: Objective) -> list[Option]:
         """Return what a matmul may choose from (`Chooser.options`), worked out once."""
-        key = (name, m, objective)
+        key = ((name, self.rows.get(name)), m, objective)
         if key not in self._candidates:
             chooser = Chooser(self.overheads, self.settings.rules, objective)
             self._candidates[key] = chooser.options(self.space(name), m)
@@ -177,9 +183,10 @@ class Planner:
 
     def space(self, name: OpName) -> MatMulSpace:
         """Return the tables of a matmul, made on first use."""
-        if name not in self._spaces:
+        key = (name, self.rows.get(name))
+        if key not in self._spaces:
             n, k = self.shape(name)
-            self._spaces[name] = MatMulSpace(
+            self._spaces[key] = MatMulSpace(
                 self.kernels,
                 n,
                 k,
@@ -187,7 +194,7 @@ class Planner:
                 rows=self.rows.get(name),
                 overheads=self.overheads,
             )
-        return self._spaces[name]
+        return self._spaces[key]
 
     def shape(self, name: OpName) -> tuple[int, int]:
         """Return (n, k) of a fused or separate matmul."""

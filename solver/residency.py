@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -24,6 +25,7 @@ GRID_ROWS = 12  # places for each of the two row limits on large matmuls
 SMALL = 1 / 80
 STATES = (GPU, HOST)
 Part: TypeAlias = tuple[Planner, Sequence[Scenario]]
+Residents: TypeAlias = dict[OpName, ResidentRows]
 
 
 def solve(
@@ -51,9 +53,40 @@ def solve_parts(
     *,
     places: int = GRID_ROWS,
 ) -> list[list[Solution]]:
-    """Do the same as `solve` for planners whose weights are stored separately in one memory.
+    """Do the same as `solve` for planners whose weights are stored separately in one memory."""
+    rows = choose_rows(parts, objective, limits, weight, places=places)
+    return [
+        solve_with(planner, scenarios, objective, resident)
+        for (planner, scenarios), resident in zip(parts, rows, strict=True)
+    ]
 
-    Matmuls that see sampled rows alone are the last one's.
+
+def solve_with(
+    planner: Planner, scenarios: Sequence[Scenario], objective: Objective, resident: Residents
+) -> list[Solution]:
+    """Return the best plan of each scenario when these rows of every matmul live on each device."""
+    program = _Program(planner, scenarios, (), objective, list(resident), 0)
+    return [
+        planner.solve(
+            scenario,
+            objective,
+            options={x: program.options(scenario, x, rows) for x, rows in resident.items()},
+        )
+        for scenario in scenarios
+    ]
+
+
+def choose_rows(
+    parts: Sequence[Part],
+    objective: Objective,
+    limits: Limits,
+    weight: Callable[[Scenario], float],
+    *,
+    places: int = GRID_ROWS,
+) -> list[Residents]:
+    """Return the rows on each device with which the scenarios are fastest together, by planner.
+
+    Matmuls that see sampled rows alone are the last planner's. Raises `PlanError` if none fit.
     """
     programs = []
     for planner, scenarios in parts:
@@ -62,19 +95,10 @@ def solve_parts(
         weights = [weight(scenario) for scenario in scenarios]
         small = frozenset(x for x in wanted if is_small(planner, x, limits))
         programs.append(_Program(planner, scenarios, weights, objective, wanted, places, small))
-    solved = []
-    for program, resident in zip(programs, _minimise(programs, limits), strict=True):
-        solutions = []
-        for scenario in program.scenarios:
-            options: dict[OpName, list[Option]] = {
-                name: program.options(scenario, name, resident[name]) for name in program.names
-            }
-            solutions.append(program.planner.solve(scenario, objective, options=options))
-        solved.append(solutions)
-    return solved
+    return _minimise(programs, limits)
 
 
-def _minimise(programs: Sequence[_Program], limits: Limits) -> list[dict[OpName, ResidentRows]]:
+def _minimise(programs: Sequence[_Program], limits: Limits) -> list[Residents]:
     """Solve the programs as one; the rows of every matmul."""
     builder = _Builder(programs)
     builder.add_all()
@@ -125,8 +149,12 @@ class _Program:
         self.objective, self.names, self.places = objective, names, places
         self.chooser = Chooser(planner.overheads, planner.settings.rules, objective)
         self._grids: dict[tuple[OpName, int], Grid] = {}
-        self.choices = {name: self._residencies(name) for name in names}
         self._options: dict[tuple[int, OpName, ResidentRows], list[Option]] = {}
+
+    @cached_property
+    def choices(self) -> dict[OpName, list[ResidentRows]]:
+        """Return the residencies of each matmul that are tried."""
+        return {name: self._residencies(name) for name in self.names}
 
     def options(self, scenario: Scenario, name: OpName, resident: ResidentRows) -> list[Option]:
         """Return what a matmul may choose from when these rows live on each device."""
@@ -214,7 +242,7 @@ class _Builder:
         for scenario, weight in zip(self.program.scenarios, self.program.weights, strict=True):
             self._add_scenario(scenario, weight)
 
-    def solve(self, limits: Limits) -> list[dict[OpName, ResidentRows]] | None:
+    def solve(self, limits: Limits) -> list[Residents] | None:
         """Run `milp`; None if infeasible."""
         from scipy.optimize import Bounds, LinearConstraint, milp  # heavy: every command would wait
         from scipy.sparse import coo_matrix

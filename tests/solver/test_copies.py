@@ -1,18 +1,21 @@
 """Rows of weights that both devices hold: few, unless they are worth their memory."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hetero.models import model_spec
 from hetero.placement.planning import spec_on
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.build import make_plan
-from hetero.solver.copies import NEGLIGIBLE_BYTES, SHARE, WORTH
+from hetero.solver.copies import NEGLIGIBLE_BYTES, PROMPTS, SHARE, WORTH, representatives
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import prepare_solver
-from hetero.solver.request import PlanRequest
+from hetero.solver.request import PlanRequest, scenarios_of
 from hetero.solver.residency import is_small
 from hetero.solver.weight_memory import Limits
+from tests.support.selection import examples
 
 LENGTHS = (64, 256)
 PLENTY = PlanRequest(seq_lens=LENGTHS, memory_budget_bytes=1 << 50)
@@ -78,7 +81,7 @@ def test_both_devices_still_share_prompts_that_they_must_share() -> None:
 
 
 def test_copies_of_small_matmuls_are_not_counted() -> None:
-    """Those of the layers' own inputs of Gemma 4; no other known model has any that small."""
+    """Those of the layers' own inputs of Gemma 4, and of a model that is nearly all experts."""
     profile = DeviceProfile.load("snapdragon-8-elite")
 
     def small(name: str) -> set[str]:
@@ -89,7 +92,8 @@ def test_copies_of_small_matmuls_are_not_counted() -> None:
     assert {x.partition(".")[0] for x in small("gemma-4-e2b")} == {
         "input_in", "input_gate", "input_out",
     }  # fmt: skip
-    for name in ("llama-3-8b", "smollm2-135m", "qwen3.5-0.8b", "lfm2-8b-a1b", "gemma-4-12b"):
+    assert small("lfm2-8b-a1b")
+    for name in ("llama-3-8b", "smollm2-135m", "qwen3.5-0.8b", "gemma-4-12b"):
         assert not small(name)
 
 
@@ -103,3 +107,18 @@ def test_experts_are_weights_of_the_model() -> None:
     assert SHARE * spec.matmul_weight_bytes < plan.memory.twice_bytes < SHARE * spec.weight_bytes
     assert not [note for note in plan.notes if note.startswith("both devices hold")]
     assert all(x.predicted_s <= x.best_single_device_s for x in plan.totals)
+
+
+@given(st.dictionaries(st.integers(1, 4096), st.floats(0.1, 10), min_size=1, max_size=30))
+@settings(max_examples=examples(100), deadline=None)
+def test_few_lengths_count_as_much_as_all(weights: dict[int, float]) -> None:
+    """Each length counts once, for one of them; so many lengths stand for themselves."""
+    request = PlanRequest(seq_lens=tuple(weights), length_weights=tuple(weights.values()))
+    scenarios = scenarios_of(request.seq_lens)
+    few = representatives(scenarios, request)
+    assert set(few) <= set(scenarios)
+    assert sum(few.values()) == pytest.approx(sum(map(request.weight, scenarios)))
+    prompts = [x for x in few if x.phase == "prefill"]
+    assert len(prompts) == min(len(weights), PROMPTS)
+    if len(weights) <= PROMPTS:
+        assert few == pytest.approx({x: request.weight(x) for x in scenarios})
