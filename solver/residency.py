@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hetero.backends.protocol import KINDS
 from hetero.profiler.model_graph import OpName, Stage
 from hetero.solver.chooser import Chooser
 from hetero.solver.errors import PlanError
@@ -17,7 +18,14 @@ from hetero.solver.options import GPU, HOST, INF, Objective, Option
 from hetero.solver.planner import Planner
 from hetero.solver.solution import Scenario, Solution
 from hetero.solver.tilings import Grid
-from hetero.solver.weight_memory import Limits, ResidentRows, copy_bytes, resident_bytes
+from hetero.solver.weight_memory import (
+    Limits,
+    ResidentRows,
+    copy_bytes,
+    expert_bytes,
+    resident_bytes,
+    without_experts,
+)
 
 GRID_ROWS = 12  # places for each of the two row limits on large matmuls
 # Of the limit of copies: what a matmul may have at most so that its copies are not counted, and no
@@ -102,11 +110,13 @@ def _minimise(programs: Sequence[_Program], limits: Limits) -> list[Residents]:
     """Solve the programs as one; the rows of every matmul."""
     builder = _Builder(programs)
     builder.add_all()
-    result = builder.solve(limits)
+    planner = programs[-1].planner
+    result = builder.solve(without_experts(planner, limits))
     if result is not None:
         return result
-    name = programs[-1].planner.spec.name
+    name = planner.spec.name
     least = sum(program.min_bytes() for program in programs)
+    least += sum(expert_bytes(planner, kind) for kind in KINDS)
     if least > limits.both:
         raise PlanError(
             f"no plan of {name} fits {limits.both / 2**30:.2f} GiB of weights: they take "

@@ -61,6 +61,12 @@ def limits_of(profile: DeviceProfile, budget_bytes: float | None = None) -> Limi
     return Limits(INF if budget_bytes is None else budget_bytes, gpu, npu, cpu=cpu)
 
 
+def without_experts(planner: Tables, limits: Limits) -> Limits:
+    """Return what limits leave for matmuls; routed experts are stored once, where they are."""
+    gpu, npu = (expert_bytes(planner, kind) for kind in KINDS)
+    return limits._replace(both=limits.both - gpu - npu, gpu=limits.gpu - gpu, npu=limits.npu - npu)
+
+
 class ResidentRows(NamedTuple):
     """Rows that live on each device: [0, npu), [gpu, n), and those of a CPU."""
 

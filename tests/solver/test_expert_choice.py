@@ -319,3 +319,23 @@ def test_experts_in_a_file_are_predicted_at_the_disks_speed() -> None:
     counted = replace(request, routing=Routing(model=MODEL, tokens=8, layers=busy))
     known = make_plan(graph, disk, counted)
     assert seconds(known)[-1] < seconds(plan)[-1]  # the busiest are in memory
+
+
+@pytest.mark.full
+def test_matmuls_get_what_experts_leave_of_every_limit() -> None:
+    """Of a chip's NPU, and of a budget for both devices."""
+    device = DeviceProfile.load("snapdragon-8-gen-3-strong-npu")
+    limit = device.devices["npu"].capabilities.memory_limit_bytes
+    plan = make_plan(model_spec("gpt-oss-120b"), device, PlanRequest(seq_lens=(64, 256)))
+    assert plan.npu_experts
+    assert plan.memory is not None
+    assert limit is not None
+    assert 0.95 * limit < plan.memory.npu_bytes <= limit
+    spec = model_spec("qwen3-30b-a3b")
+    free = make_plan(spec, device, PlanRequest(seq_lens=(64, 256))).memory
+    assert free is not None
+    budget = free.total_bytes - free.twice_bytes // 2
+    plan = make_plan(spec, device, PlanRequest(seq_lens=(64, 256), memory_budget_bytes=budget))
+    assert plan.memory is not None
+    assert free.twice_bytes > 0
+    assert plan.memory.total_bytes <= budget

@@ -18,7 +18,9 @@ __kernel void gated_delta(const int count, ARRAY(const float, x), PANELS(const f
                           const int v_heads, const int gates_at, const float by_dim) {
   __local float keys[TOKENS * PADDED], queries[TOKENS * PADDED], products[3 * LANES];
   __local float kept[TOKENS], beta[TOKENS], by_key[TOKENS], by_query[TOKENS], both[TOKENS];
+#if PARTS > 1 // PoCL 6 fails on local memory that nothing uses
   __local float sums[2 * 2 * LANES];
+#endif
   if (count == 0) return;
   AT(x);
   AT(state);
