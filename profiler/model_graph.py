@@ -437,18 +437,9 @@ class ModelGraph(BaseModel):
 
         All matmuls, lm_head included, and the experts that a token chooses.
         """
-        chosen = sum(op.chosen * self._expert_bytes(op) for op in self._experts)
-        return self._shared_weight_bytes + chosen
-
-    @cached_property
-    def weight_bytes(self) -> int:
-        """Return the bytes of packed weights of all matmuls and of all routed experts."""
-        return self._shared_weight_bytes + self.expert_weight_bytes
-
-    @cached_property
-    def _shared_weight_bytes(self) -> int:
-        storage = self.weight_format.storage
-        return sum(x.count * packed_bytes(storage, x.n, x.k) for x in self.matmuls)
+        return sum(
+            x.count * packed_bytes(self.weight_format.storage, x.n, x.k) for x in self.matmuls
+        ) + sum(op.chosen * self._expert_bytes(op) for op in self._experts)
 
     @cached_property
     def expert_weight_bytes(self) -> int:

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Final
 
 from hetero.solver import residency
+from hetero.solver.expert_choice import model_bytes
 from hetero.solver.options import INF
 from hetero.solver.plan import Memory
 from hetero.solver.request import PlanRequest
@@ -54,9 +55,9 @@ def representatives(scenarios: Sequence[Scenario], request: PlanRequest) -> dict
     return weights | {x: request.weight(x) for x in decoding}
 
 
-def weights_of(parts: Sequence[residency.Part]) -> int:
+def weights_of(parts: Sequence[residency.Part]) -> float:
     """Return the bytes of a model's weights, each row once, all routed experts included."""
-    return sum(planner.spec.weight_bytes for planner, _ in parts)
+    return sum(model_bytes(planner.spec) for planner, _ in parts)
 
 
 def slowdown(best: Iterable[Solution], others: Iterable[Solution], request: PlanRequest) -> float:
@@ -77,7 +78,7 @@ def worth(limits: Limits, request: PlanRequest) -> float:
     return WORTH if limits.npu < INF else request.margin
 
 
-def least_gain(memory: Memory, weights: int, limits: Limits) -> float:
+def least_gain(memory: Memory, weights: float, limits: Limits) -> float:
     """Return by which fraction a plan with this memory must be faster than one without copies.
 
     Infinite where it does not fit the limits; `weights` are the bytes of the model's.
@@ -88,7 +89,7 @@ def least_gain(memory: Memory, weights: int, limits: Limits) -> float:
     return WORTH if limits.npu < INF and not few else 0.0
 
 
-def note_of(before: Memory, after: Memory, weights: int, slower: float, *, kept: bool) -> str:
+def note_of(before: Memory, after: Memory, weights: float, slower: float, *, kept: bool) -> str:
     """Return the sentence of a plan about the copies that are `kept` of the best plan's, or not."""
     size = before.twice_bytes / 2**20
     if kept:

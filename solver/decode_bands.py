@@ -18,6 +18,7 @@ from hetero.backends.protocol import DeviceKind
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.solver.chooser import Chooser
 from hetero.solver.copies import least_gain
+from hetero.solver.expert_choice import model_bytes
 from hetero.solver.non_matmul_devices import of_the_gpu
 from hetero.solver.options import INF, Objective, Option
 from hetero.solver.planner import Planner
@@ -173,7 +174,7 @@ def _variants(
             continue
         alone = {name: _with_all(planner, name, rows, kind) for name, rows in resident.items()}
         memory = memory_of_rows(planner, alone)
-        gain = least_gain(memory, planner.spec.weight_bytes, request.limits)
+        gain = least_gain(memory, model_bytes(planner.spec), request.limits)
         ways = [(resident, 0.0, False), (alone, gain, True)]
         for rows, least, is_alone in ways:
             options = _options(planner, base, rows, kind if is_alone or request.apart else None)

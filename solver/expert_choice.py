@@ -236,6 +236,11 @@ def matmul_bytes(graph: ModelGraph) -> float:
     return float(sum(x.count * weight_bytes(graph.weight_format, x.n, x.k) for x in graph.matmuls))
 
 
+def model_bytes(graph: ModelGraph) -> float:
+    """Return the bytes of a model's weights, as stored: of those matmuls and of all experts."""
+    return matmul_bytes(graph) + graph.expert_weight_bytes
+
+
 def _in_file(profile: DeviceProfile, graph: ModelGraph, budget_bytes: float) -> bool:
     """Return whether experts have no room, and the GPU reads them where they are stored."""
     gpu = profile.devices["gpu"].capabilities

@@ -28,7 +28,7 @@ from hetero.solver.step_search import Candidates, StepSearch
 from hetero.solver.tilings import MatMulSpace
 from hetero.solver.weight_memory import holds_alone
 
-_Cut: TypeAlias = tuple[OpName, tuple[int, ...] | None]  # a matmul with its row cuts, or all
+_Cut: TypeAlias = tuple[OpName, tuple[int, ...] | None]  # a matmul with its row cuts; None: all
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ class Planner:
         rows: Mapping[OpName, Sequence[int]] | None = None,
         heads: tuple[int, ...] | None = None,
     ) -> None:
-        self.rows = {name: tuple(cuts) for name, cuts in (rows or {}).items()}
-        self.heads = heads
+        self.rows, self.heads = {x: tuple(cuts) for x, cuts in (rows or {}).items()}, heads
         self.spec, self.profile, self.settings = spec, profile, settings
         self.cost = cost or CostModel(profile)
         self.kernels = KernelTimes(self.cost, spec.weight_format, settings.precision, spec.base)
@@ -80,7 +79,6 @@ class Planner:
         record = profile.devices.get("npu")
         self.sizes = prepared_sizes(record.capabilities) if record is not None else ()
         self.whole = self  # the same with all row cuts
-        # By row cuts, which is all that planners of `with_rows` differ in.
         self._spaces: dict[_Cut, MatMulSpace] = {}
         self._candidates: dict[tuple[_Cut, int, Objective], list[Option]] = {}
         if not any(self.kernels.options.values()):
@@ -185,13 +183,11 @@ class Planner:
         """Return the tables of a matmul, made on first use."""
         key = (name, self.rows.get(name))
         if key not in self._spaces:
-            n, k = self.shape(name)
             self._spaces[key] = MatMulSpace(
                 self.kernels,
-                n,
-                k,
+                *self.shape(name),
                 row_steps=self.settings.row_steps,
-                rows=self.rows.get(name),
+                rows=key[1],
                 overheads=self.overheads,
             )
         return self._spaces[key]

@@ -49,6 +49,7 @@ from hetero.solver.build import make_plan
 from hetero.solver.copies import least_gain
 from hetero.solver.decode_bands import LONGEST, cache_bytes
 from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.expert_choice import model_bytes
 from hetero.solver.non_matmul_devices import of_the_gpu
 from hetero.solver.placement import Placement
 from hetero.solver.plan import PHASES, Phase
@@ -314,7 +315,7 @@ class _Prices:
             return Price(math.inf)  # of both phases
         memory = self.solver.memory_in(sets.kinds)
         limits = limits_of(self.planner.profile, self.budget_bytes)
-        gain = least_gain(memory, spec.weight_bytes, limits)
+        gain = least_gain(memory, model_bytes(spec), limits)
         return Price(gain, self._handover_s(sets))
 
     def _handover_s(self, sets: DeviceSets) -> float:

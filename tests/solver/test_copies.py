@@ -10,6 +10,7 @@ from hetero.profiler.records import DeviceProfile
 from hetero.solver.build import make_plan
 from hetero.solver.copies import NEGLIGIBLE_BYTES, PROMPTS, SHARE, WORTH, representatives
 from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.expert_choice import model_bytes
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.request import PlanRequest, scenarios_of
@@ -42,7 +43,7 @@ def test_copies_are_few_or_gain_what_they_must(
     free, usual = planned(PLENTY), planned(USUAL)
     assert free.memory is not None
     assert usual.memory is not None
-    most = max(SHARE * spec.weight_bytes, NEGLIGIBLE_BYTES)
+    most = max(SHARE * model_bytes(spec), NEGLIGIBLE_BYTES)
     notes = [note for note in usual.notes if note.startswith("both devices hold")]
     if free.memory.twice_bytes <= most:
         assert (usual.plan_id, notes) == (free.plan_id, [])
@@ -67,7 +68,7 @@ def test_a_budget_is_the_users_word() -> None:
     spec, device = spec_on("llama-3.2-1b", "w4a8", "host")
     plan = make_plan(spec, device, PLENTY)
     assert plan.memory is not None
-    assert plan.memory.twice_bytes > SHARE * spec.weight_bytes
+    assert plan.memory.twice_bytes > SHARE * model_bytes(spec)
     assert not [note for note in plan.notes if note.startswith("both devices hold")]
 
 
@@ -86,7 +87,7 @@ def test_copies_of_small_matmuls_are_not_counted() -> None:
 
     def small(name: str) -> set[str]:
         planner = Planner(model_spec(name), profile)
-        limits = Limits(copies=SHARE * planner.spec.weight_bytes)
+        limits = Limits(copies=SHARE * model_bytes(planner.spec))
         return {x.name for x in planner.spec.matmuls if is_small(planner, x.name, limits)}
 
     assert {x.partition(".")[0] for x in small("gemma-4-e2b")} == {
@@ -101,10 +102,10 @@ def test_copies_of_small_matmuls_are_not_counted() -> None:
 def test_experts_are_weights_of_the_model() -> None:
     """Copies of matmuls are few compared with all experts, which take ten times as much."""
     spec, device = spec_on("qwen3.5-35b-a3b", "w4a16", "snapdragon-8-gen-3-strong-npu")
-    assert spec.weight_bytes > 10 * spec.matmul_weight_bytes
+    assert model_bytes(spec) > 10 * spec.matmul_weight_bytes
     plan = make_plan(spec, device, PlanRequest(seq_lens=(64,)))
     assert plan.memory is not None
-    assert SHARE * spec.matmul_weight_bytes < plan.memory.twice_bytes < SHARE * spec.weight_bytes
+    assert SHARE * spec.matmul_weight_bytes < plan.memory.twice_bytes < SHARE * model_bytes(spec)
     assert not [note for note in plan.notes if note.startswith("both devices hold")]
     assert all(x.predicted_s <= x.best_single_device_s for x in plan.totals)
 
