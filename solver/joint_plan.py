@@ -111,12 +111,12 @@ def _joint_with_few_copies(
         return limited, best
 
     try:
-        (rows,) = _rows_with_few_copies(parts, objective, tight, request)
+        rows = _rows_with_few_copies(parts, objective, tight, request)
     except PlanError:
         return limited, best
 
     def solve(with_cuts: Planner) -> list[Solution]:
-        solved = residency.solve_with(with_cuts, scenarios, objective, rows)
+        (solved,) = residency.solve_with([(with_cuts, scenarios)], objective, rows)
         return agree(with_cuts, solved, objective)
 
     thrifty, fewer = with_used_cuts(planner, cuts_of(planner, solve(planner)), solve)
@@ -292,11 +292,7 @@ def solve_separately(
         rows = _rows_with_few_copies(parts, objective, tight, request)
     except PlanError:
         return best
-    solved = [
-        residency.solve_with(x, scenarios, objective, resident)
-        for (x, scenarios), resident in zip(parts, rows, strict=True)
-    ]
-    fewer = _agree(parts, solved, objective)
+    fewer = _agree(parts, residency.solve_with(parts, objective, rows), objective)
     return best if _are_worth(parts, best, fewer, request, notes) else fewer
 
 

@@ -63,25 +63,22 @@ def solve_parts(
 ) -> list[list[Solution]]:
     """Do the same as `solve` for planners whose weights are stored separately in one memory."""
     rows = choose_rows(parts, objective, limits, weight, places=places)
-    return [
-        solve_with(planner, scenarios, objective, resident)
-        for (planner, scenarios), resident in zip(parts, rows, strict=True)
-    ]
+    return solve_with(parts, objective, rows)
 
 
 def solve_with(
-    planner: Planner, scenarios: Sequence[Scenario], objective: Objective, resident: Residents
-) -> list[Solution]:
+    parts: Sequence[Part], objective: Objective, rows: Sequence[Residents]
+) -> list[list[Solution]]:
     """Return the best plan of each scenario when these rows of every matmul live on each device."""
-    program = _Program(planner, scenarios, (), objective, list(resident), 0)
-    return [
-        planner.solve(
-            scenario,
-            objective,
-            options={x: program.options(scenario, x, rows) for x, rows in resident.items()},
-        )
-        for scenario in scenarios
-    ]
+    solved = []
+    for (planner, scenarios), resident in zip(parts, rows, strict=True):
+        program = _Program(planner, scenarios, (), objective, list(resident), 0)
+        solutions = []
+        for scenario in scenarios:
+            options = {x: program.options(scenario, x, own) for x, own in resident.items()}
+            solutions.append(planner.solve(scenario, objective, options=options))
+        solved.append(solutions)
+    return solved
 
 
 def choose_rows(
