@@ -68,8 +68,11 @@ def test_a_shipped_chip_times_only_what_its_backends_compute(name: str) -> None:
 def test_every_plan_of_a_shipped_chip_can_be_compiled(model: str, profile: str) -> None:
     plan = plan_of(model, profile, 64, 256, 1024)
     ready = prepare(CompileRequest(f"random:{model}", CHIPS[profile], plan=plan, max_seq_len=1280))
-    npu_bytes = sum(x.weight_bytes for x in domains_of(ready.jobs, shared=True))
-    assert 0 < npu_bytes <= find_chip(CHIPS[profile]).npu_limit_bytes
+    chip = find_chip(CHIPS[profile])
+    assert plan.memory is not None
+    assert 0 < plan.memory.npu_bytes <= chip.npu_limit_bytes
+    # Rows that other plans may ask for fill what is left of the domains.
+    assert 1 <= len(domains_of(ready.jobs, shared=True)) <= chip.domains
     for total in (*plan.totals, *plan_of(model, profile, 64).totals):
         assert total.predicted_s is not None
         assert total.best_single_device_s is not None
