@@ -3,8 +3,8 @@
 Where one step gives rows of a matmul to the GPU and another gives them to the NPU, both hold them,
 each in its own layout. That speeds up some steps and takes memory in all of them, so plans without
 a memory budget have copies of at most a quarter of the weights (`SHARE`), unless more of them make
-a step a tenth faster (`WORTH`). On computers whose devices take any amount, such as PCs, they need
-only gain what predictions are sure of, the plan's margin.
+a step a tenth faster (`WORTH`), or keep it from losing to one device. On computers whose devices
+take any amount, such as PCs, they need only gain what predictions are sure of, the plan's margin.
 """
 
 from __future__ import annotations

@@ -316,10 +316,21 @@ def _are_worth(
     """Return whether the copies of the best solutions gain what they must, with a note of it."""
     (planner, _), *_ = parts
     slower = copies.slowdown(chain.from_iterable(best), chain.from_iterable(fewer), request)
-    kept = slower >= copies.worth(limits_of(planner.profile), request)
+    kept = slower >= copies.worth(limits_of(planner.profile), request) or any(
+        _loses_more(x, *pair, request)
+        for (x, _), mine, other in zip(parts, best, fewer, strict=True)
+        for pair in zip(mine, other, strict=True)
+    )
     memory = _memory(parts, best), _memory(parts, fewer)
     notes.append(copies.note_of(*memory, copies.weights_of(parts), slower, kept=kept))
     return kept
+
+
+def _loses_more(planner: Planner, best: Solution, other: Solution, request: PlanRequest) -> bool:
+    """Return whether the other step loses more than the margin to one device, unlike the best."""
+    if other.seconds <= best.seconds * (1 + EQUAL):
+        return False
+    return _loss(planner, other) > max(_loss(planner, best) + EQUAL, request.margin)
 
 
 def _agree(

@@ -55,6 +55,8 @@ def test_copies_are_few_or_gain_what_they_must(
     assert usual.memory.twice_bytes <= most * (1 + 1e-6)
     for before, after in zip(free.totals, usual.totals, strict=True):
         assert after.predicted_s <= before.predicted_s * (1 + least_gain(device, usual))
+        alone_s = after.best_single_device_s * (1 + usual.margin)
+        assert after.predicted_s <= max(before.predicted_s, alone_s) * (1 + 1e-6)
 
 
 def least_gain(device: DeviceProfile, plan: ExecutionPlan) -> float:
