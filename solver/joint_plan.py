@@ -281,9 +281,8 @@ def solve_separately(
     memory = _memory(parts, best)
     if not limits.hold(memory):
         notes += _limit_notes(planner, memory, limits)
-        best = _agree(
-            parts, residency.solve_parts(parts, objective, limits, request.weight), objective
-        )
+        rows = residency.choose_rows(parts, objective, limits, request.weight)
+        best = _agree(parts, residency.solve_with(parts, objective, rows), objective)
         memory = _memory(parts, best)
     tight = copies.tighter(parts, memory, limits, request)
     if tight is None:

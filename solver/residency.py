@@ -36,36 +36,6 @@ Part: TypeAlias = tuple[Planner, Sequence[Scenario]]
 Residents: TypeAlias = dict[OpName, ResidentRows]
 
 
-def solve(
-    planner: Planner,
-    scenarios: Sequence[Scenario],
-    objective: Objective,
-    limits: Limits,
-    weight: Callable[[Scenario], float],
-    *,
-    places: int = GRID_ROWS,
-) -> list[Solution]:
-    """Return the best plans of all scenarios together within the limits.
-
-    `weight` is how much a step counts. Raises `PlanError` if none fits.
-    """
-    (solutions,) = solve_parts([(planner, scenarios)], objective, limits, weight, places=places)
-    return solutions
-
-
-def solve_parts(
-    parts: Sequence[Part],
-    objective: Objective,
-    limits: Limits,
-    weight: Callable[[Scenario], float],
-    *,
-    places: int = GRID_ROWS,
-) -> list[list[Solution]]:
-    """Do the same as `solve` for planners whose weights are stored separately in one memory."""
-    rows = choose_rows(parts, objective, limits, weight, places=places)
-    return solve_with(parts, objective, rows)
-
-
 def solve_with(
     parts: Sequence[Part], objective: Objective, rows: Sequence[Residents]
 ) -> list[list[Solution]]:
@@ -91,7 +61,8 @@ def choose_rows(
 ) -> list[Residents]:
     """Return the rows on each device with which the scenarios are fastest together, by planner.
 
-    Matmuls that see sampled rows alone are the last planner's. Raises `PlanError` if none fit.
+    The planners' weights are stored separately in one memory. Matmuls that see sampled rows alone
+    are the last planner's; `weight` is how much a step counts. Raises `PlanError` if none fit.
     """
     programs = []
     for planner, scenarios in parts:

@@ -25,9 +25,12 @@ from hetero.profiler.records import (
     Power,
     ShapeRange,
 )
+from hetero.solver import residency
 from hetero.solver.chooser import Rules
 from hetero.solver.host_queue import HostQueue
 from hetero.solver.planner import Planner, PlannerSettings
+from hetero.solver.solution import Scenario, Solution
+from hetero.solver.weight_memory import Limits
 
 F32 = WeightFormat.F32
 NAMES: tuple[OpName, ...] = ("qkv", "o", "gate_up", "down")
@@ -378,3 +381,13 @@ def brute_force_step(instance: Instance, m: int, ways: dict[str, list[Way]] | No
 
 def combinations_of(*sizes: int) -> Any:
     return itertools.product(*(range(s) for s in sizes))
+
+
+def solve_limited(
+    planner: Planner, scenarios: list[Scenario], limits: Limits, places: int = residency.GRID_ROWS
+) -> list[Solution]:
+    """The best plans of all scenarios together within the limits; each step counts once."""
+    parts, objective = [(planner, scenarios)], planner.objective()
+    rows = residency.choose_rows(parts, objective, limits, lambda _: 1.0, places=places)
+    (solved,) = residency.solve_with(parts, objective, rows)
+    return solved

@@ -323,7 +323,7 @@ def test_experts_in_a_file_are_predicted_at_the_disks_speed() -> None:
 
 @pytest.mark.full
 def test_matmuls_get_what_experts_leave_of_every_limit() -> None:
-    """Of a chip's NPU, and of a budget for both devices."""
+    """They share a chip's NPU, and a budget for both devices."""
     device = DeviceProfile.load("snapdragon-8-gen-3-strong-npu")
     limit = device.devices["npu"].capabilities.memory_limit_bytes
     plan = make_plan(model_spec("gpt-oss-120b"), device, PlanRequest(seq_lens=(64, 256)))

@@ -17,7 +17,6 @@ from hetero.profiler.predict import op_name
 from hetero.profiler.profile_files import shipped_names
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.substitutes import SUBSTITUTES
-from hetero.solver import residency
 from hetero.solver.build import make_plan
 from hetero.solver.copies import WORTH
 from hetero.solver.execution_plan import ExecutionPlan
@@ -28,6 +27,7 @@ from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
 from hetero.solver.strategy_plans import strategy_plan
 from hetero.solver.weight_memory import Limits
+from tests.solver.instances import solve_limited
 from tests.support.helpers import Command
 
 PROFILES = shipped_names()
@@ -196,8 +196,8 @@ def test_a_memory_limit_walks_the_same_stages(name: str) -> None:
     best = planner.solve(scenario, objective)
     assert any(option.is_cut for option in best.options.values())
     used = planner.with_rows({x: (o.rows,) if o.rows else () for x, o in best.options.items()})
-    (found,) = residency.solve(used, [scenario], objective, Limits(), lambda _: 1.0)
-    assert found.path.cost == pytest.approx(used.solve(scenario, objective).path.cost)
+    (solution,) = solve_limited(used, [scenario], Limits())
+    assert solution.path.cost == pytest.approx(used.solve(scenario, objective).path.cost)
 
 
 @pytest.mark.full

@@ -14,7 +14,6 @@ from hetero.models.config import ModelConfig
 from hetero.models.graph import model_graph
 from hetero.profiler.model_graph import ModelGraph, Node
 from hetero.profiler.records import DeviceProfile
-from hetero.solver import residency
 from hetero.solver.build import make_plan
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.layer_dp import walk
@@ -26,6 +25,7 @@ from hetero.solver.report.markdown import to_markdown
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
 from hetero.solver.weight_memory import Limits, weight_memory
+from tests.solver.instances import solve_limited
 
 WIDE = (1, 4, 5)  # layers of the second kind
 SHARED = {  # the last two of four layers read the caches of the first two
@@ -124,8 +124,8 @@ def test_a_memory_limit_walks_the_same_stages() -> None:
     best = planner.solve(scenario, objective)
     assert any(option.is_cut for option in best.options.values())
     used = planner.with_rows({x: (o.rows,) if o.rows else () for x, o in best.options.items()})
-    (found,) = residency.solve(used, [scenario], objective, Limits(), lambda _: 1.0)
-    assert found.path.cost == pytest.approx(used.solve(scenario, objective).path.cost)
+    (solution,) = solve_limited(used, [scenario], Limits())
+    assert solution.path.cost == pytest.approx(used.solve(scenario, objective).path.cost)
 
 
 @pytest.mark.full

@@ -15,7 +15,6 @@ from hetero.solver.layer_dp import Repeated, solve_layers, walk
 from hetero.solver.options import GPU, HOST, INF, Objective, Option, PowerModel
 from hetero.solver.place import tiles_of
 from hetero.solver.plan import OpPlan
-from hetero.solver.residency import solve as solve_residency
 from hetero.solver.solution import Scenario
 from hetero.solver.weight_memory import Limits, weight_memory
 from tests.solver.instances import (
@@ -28,6 +27,7 @@ from tests.solver.instances import (
     every_way,
     planner_of,
     random_instance,
+    solve_limited,
 )
 from tests.support.selection import examples
 
@@ -229,9 +229,7 @@ def test_memory_is_spent_as_well_as_possible(seed: int) -> None:
     if seed % 4 == 3:
         limits = limits._replace(copies=own * once * (seed % 5) / 16)
     expected = _brute_residency(instance, [s.m for s in scenarios], limits, own, copies)
-    solve = partial(
-        solve_residency, planner, scenarios, planner.objective(), limits, lambda _: 1.0, places=99
-    )
+    solve = partial(solve_limited, planner, scenarios, limits, places=99)
     if expected == np.inf:
         with pytest.raises(PlanError, match="no plan of tiny fits"):
             solve()
@@ -256,9 +254,7 @@ def test_time_falls_as_memory_rises(seed: int) -> None:
         times = []
         for part in (1.0, 1.2, 1.5, 2.0):
             limits = Limits()._replace(**{name: part * once})
-            found = solve_residency(
-                planner, scenarios, planner.objective(), limits, lambda _: 1.0, places=99
-            )
+            found = solve_limited(planner, scenarios, limits, places=99)
             times.append(sum(s.seconds for s in found))
         assert all(b <= a * (1 + 1e-6) for a, b in itertools.pairwise(times)), (name, times)
 
