@@ -64,21 +64,25 @@ def predictions(
 
 
 def measure(
-    model: str, weights: str | None, profile: str | None, m: int, n: int, rounds: int
-) -> tuple[dict[str, Times], str]:
-    """Each device in a process of its own, in turns; and what `auto` says of its choice."""
-    times = {name: Times() for name in CONTENDERS}
+    model: str, weights: str | None, profile: str | None, m: int, answers: list[int], rounds: int
+) -> tuple[list[dict[str, Times]], str]:
+    """Return the times by device with answers of each length, and what `auto` says of its choice.
+
+    Each device has a process of its own; they compute in turns.
+    """
+    times = [{name: Times() for name in CONTENDERS} for _ in answers]
     with ExitStack() as stack:
         entries = {name: stack.enter_context(Contestant(name)) for name in CONTENDERS}
         for name, own in CONTENDERS.items():
             options = {"weights": weights, "profile": profile, "prompt_lengths": [m], **own}
             entries[name].open(model, options, lambda _: None)
             entries[name].round(m, 2)
-        for _ in range(rounds):
-            for name, entry in entries.items():
-                found = entry.round(m, n)
-                times[name].prompts_s.append(m / found.prefill.tokens_per_s)
-                times[name].steps_s.append(1 / found.decode.tokens_per_s)
+        for n, of_answer in zip(answers, times, strict=True):
+            for _ in range(rounds):
+                for name, entry in entries.items():
+                    rates = entry.round(m, n)
+                    of_answer[name].prompts_s.append(m / rates.prefill.tokens_per_s)
+                    of_answer[name].steps_s.append(1 / rates.decode.tokens_per_s)
         return times, entries["auto"].opened.choice
 
 
@@ -117,7 +121,7 @@ def small(
         rows, choices = [], []
         for m in integers(p):
             said = predictions(model, weights or None, taken, m)
-            times, choice = measure(model, weights or None, profile, m, n, r)
+            (times,), choice = measure(model, weights or None, profile, m, [n], r)
             rows += [row(m, name, found, said.get(name)) for name, found in times.items()]
             choices.append(f"{m}: {choice}")
             fastest = min((x for x in times if x != "auto"), key=lambda x: times[x].work_s)
@@ -190,8 +194,8 @@ def phases(
         for whole in named:
             model, _, weights = whole.partition("@")
             for m in lengths:
-                for count in answers:
-                    times, _ = measure(model, weights or None, known, m, count, r)
+                measured, _ = measure(model, weights or None, known, m, answers, r)
+                for count, times in zip(answers, measured, strict=True):
                     about = [whole, known or "this machine's", str(m), str(count)]
                     rows += phase_rows(about, times)
     print("measured; medians of rounds in turns, each device set in a process of its own\n")
