@@ -201,9 +201,10 @@ class Chooser:
             possible &= grid.gpu_s <= share * np.where(possible, total, 0.0)
         cost = objective.seconds * np.where(possible, total, 0.0)
         if objective.joules and power is not None:
-            gpu, npu = (np.where(possible, x, 0.0) for x in (grid.gpu_s, grid.npu_s))
-            both = np.minimum(gpu, npu)
+            gpu, npu, all_s = (np.where(possible, x, 0.0) for x in (grid.gpu_s, grid.npu_s, total))
+            both = np.maximum(gpu + npu - all_s, 0.0)  # as in `Option.joules`
             joules = power.gpu_w * (gpu - both) + power.npu_w * (npu - both) + power.both_w * both
+            joules += power.idle_w * (all_s - (gpu + npu - both))
             cost = cost + objective.joules * joules
         cost = cost + objective.idle * grid.times.restarts_s
         return np.where(possible, cost, INF)

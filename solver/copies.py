@@ -26,6 +26,7 @@ WORTH: Final = 0.10
 NEGLIGIBLE_BYTES: Final = 64 << 20  # in all: not worth the time to solve again
 PROMPTS: Final = 4  # lengths by which rows are chosen: twenty take a second
 PLACES: Final = 3  # of each row limit, besides those that the steps want
+GAP: Final = 1e-3  # by which other rows may be better: less than a few lengths can tell
 
 
 def tighter(

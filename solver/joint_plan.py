@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from hetero.backends.protocol import KINDS, DeviceKind
+from hetero.backends.protocol import DeviceKind
 from hetero.profiler.model_graph import OpName
 from hetero.solver import copies, residency
 from hetero.solver.cuts import row_cuts
@@ -147,9 +147,7 @@ def _loses(planner: Planner, solution: Solution) -> bool:
 
 def _loss(planner: Planner, solution: Solution) -> float:
     """Return by how much of the best device's time a step of a plan is slower; at least 0."""
-    alone = [planner.whole_rows.single(solution.scenario, kind) for kind in KINDS]
-    best_s = min((x.seconds for x in alone if x is not None), default=math.inf)
-    return max(solution.seconds / best_s - 1, 0.0)
+    return max(solution.seconds / planner.alone_s(solution.scenario) - 1, 0.0)
 
 
 def _with_paying_cuts(
@@ -302,7 +300,9 @@ def _rows_with_few_copies(
     weights = [copies.representatives(scenarios, request) for _, scenarios in parts]
     some = [(x, list(own)) for (x, _), own in zip(parts, weights, strict=True)]
     count = ChainMap(*weights).__getitem__
-    return residency.choose_rows(some, objective, tight, count, places=copies.PLACES)
+    return residency.choose_rows(
+        some, objective, tight, count, places=copies.PLACES, gap=copies.GAP
+    )
 
 
 def _are_worth(

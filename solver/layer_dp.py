@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from hetero.solver.options import GPU, HOST, INF, Objective, Option
 
-Stages = Sequence[Sequence[Option]]
 Costs = tuple[float, float]  # entered from `GPU`, from `HOST`
-Priced = list[list[tuple[Option, Costs]]]
+PricedOptions = Sequence[tuple[Option, Costs]]
+Stages = Sequence[PricedOptions]
 
 
 class Repeated(NamedTuple):
-    """The stages of a layer of one kind, and the number of such layers.
+    """The stages of a layer of one kind (`priced` options), and the number of such layers.
 
     `sampled`: calls of a prompt that sample nothing leave them out.
     """
@@ -52,10 +53,24 @@ class LayerPath(NamedTuple):
         return self._replace(blocks=tuple(x for x in self.blocks if not x.sampled), tail=())
 
 
-def solve_layers(
-    head: Stages, kinds: Sequence[Repeated], tail: Stages, objective: Objective
-) -> LayerPath | None:
-    """Minimise head + Σ layers × block over the kinds of layers + tail.
+def priced(options: Iterable[Option], objective: Objective) -> PricedOptions:
+    """Return an operator's options with their costs, without those that no best path needs.
+
+    For each of those another one leaves in the same state, and costs no more from either state.
+    """
+    cost, kept = objective.cost, []
+    rows = [(option, (cost(option, GPU), cost(option, HOST))) for option in options]
+    for state in (GPU, HOST):
+        least: float | None = None  # from `HOST`, of those that cost no more from `GPU`
+        for row in sorted((x for x in rows if x[0].leaves == state), key=itemgetter(1)):
+            if least is None or row[1][HOST] < least:
+                least = row[1][HOST]
+                kept.append(row)
+    return kept
+
+
+def solve_layers(head: Stages, kinds: Sequence[Repeated], tail: Stages) -> LayerPath | None:
+    """Minimise head + Σ layers × block over the kinds of layers + tail, of `priced` options.
 
     All layers of a kind are alike. None if no path is possible.
 
@@ -63,11 +78,10 @@ def solve_layers(
     so every layer but the first enters its block in it, whichever kind precedes, and for each value
     of that state the cost is additive over operators. The first layer is of the first kind.
     """
-    starts = _forward(_priced(head, objective), {GPU: (0.0, ())})
-    first, *others = [_priced(x.stages, objective) for x in kinds]
-    ending = _priced(tail, objective)
+    starts = _forward(head, {GPU: (0.0, ())})
+    first, *others = [x.stages for x in kinds]
     best: LayerPath | None = None
-    for wrap in sorted({option.leaves for option in kinds[0].stages[-1]}):
+    for wrap in sorted({option.leaves for option, _ in first[-1]}):
         more = [
             _block_from(x, wrap, wrap, kind.layers).get(wrap, NOTHING)
             for x, kind in zip(others, kinds[1:], strict=True)
@@ -77,7 +91,7 @@ def solve_layers(
             if wrap not in ends:
                 continue
             each = [ends[wrap], *more]
-            for after, last in _forward(ending, {wrap: (0.0, ())}).values():
+            for after, last in _forward(tail, {wrap: (0.0, ())}).values():
                 total = before + sum(inside for inside, _ in each) + after
                 if total < INF and (best is None or total < best.cost):
                     blocks = tuple(
@@ -92,12 +106,7 @@ Paths = dict[int, tuple[float, tuple[Option, ...]]]
 NOTHING: Final[tuple[float, tuple[Option, ...]]] = (INF, ())
 
 
-def _priced(stages: Stages, objective: Objective) -> Priced:
-    cost = objective.cost
-    return [[(o, (cost(o, GPU), cost(o, HOST))) for o in stage] for stage in stages]
-
-
-def _block_from(block: Priced, start: int, wrap: int, layers: int) -> Paths:
+def _block_from(block: Stages, start: int, wrap: int, layers: int) -> Paths:
     """Return the cheapest ways through all layers.
 
     The first is entered from `start`, the others from `wrap`.
@@ -112,7 +121,7 @@ def _block_from(block: Priced, start: int, wrap: int, layers: int) -> Paths:
     return _forward(block[1:], first, repeat=layers)
 
 
-def _forward(stages: Priced, paths: Paths, repeat: int = 1) -> Paths:
+def _forward(stages: Stages, paths: Paths, repeat: int = 1) -> Paths:
     for stage in stages:
         following: Paths = {}
         for option, costs in stage:

@@ -53,9 +53,6 @@ Timer: TypeAlias = Callable[[int, int], float]  # of tokens (padded), and of tho
 class NonMatmulTimes:
     """One device's time of everything that is no matmul of a plan.
 
-    Before the layers, and after each matmul (those with nothing after them are left out). `shared`:
-    after a matmul, the same with attention's heads shared by both devices (`hetero.solver.heads`).
-
     Before the layers, and after each matmul (matmuls with nothing after them are left out).
     `shared`: after a matmul, the same with attention's heads shared by both devices
     (`hetero.solver.heads`).

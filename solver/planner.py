@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
 
-from hetero.backends.protocol import DeviceKind, prepared_sizes
+from hetero.backends.protocol import KINDS, DeviceKind, prepared_sizes
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.profiler.records import DeviceProfile
@@ -81,8 +81,11 @@ class Planner:
         self.whole = self  # the same with all row cuts
         self._spaces: dict[_Cut, MatMulSpace] = {}
         self._candidates: dict[tuple[_Cut, int, Objective], list[Option]] = {}
+        self._alone_s: dict[Scenario, float] = {}
         if not any(self.kernels.options.values()):
             raise _no_times(self)
+        self._non_matmul_costs = NonMatmulCosts(self.cost, spec, self.overheads, settings.experts)
+        self._head_shares = HeadShares(self.cost, spec, self.kernels, self.overheads)
 
     def objective(self, seconds: float = 1.0, joules: float = 0.0) -> Objective:
         """Return the weights of seconds and joules.
@@ -137,16 +140,16 @@ class Planner:
     def with_heads(self, heads: tuple[int, ...]) -> Planner:
         """Return the same with one of these numbers of attention's heads on the NPU, or none."""
         planner = copy.copy(self)  # the tables are shared, what depends on heads is not
-        planner.heads = heads
+        planner.heads, planner._alone_s = heads, {}
         planner.__dict__.pop("whole_rows", None)
         planner.whole = planner if self.whole is self else self.whole.with_heads(heads)
         return planner
 
     def with_rows(self, rows: Mapping[OpName, Sequence[int]]) -> Planner:
         """Return the same with these row cuts alone, which are prepared (`MatMulSpace`)."""
-        limited = self._with(rows=rows)
-        limited.whole = self.whole
-        limited._spaces, limited._candidates = self._spaces, self._candidates
+        limited = copy.copy(self)  # the tables are shared, and those of matmuls kept by row cuts
+        limited.rows = {x: tuple(cuts) for x, cuts in rows.items()}
+        limited.__dict__.pop("whole_rows", None)
         return limited
 
     def drifted(self, factors: Factors) -> Planner:
@@ -158,7 +161,6 @@ class Planner:
         *,
         profile: DeviceProfile | None = None,
         cost: CostModel | None = None,
-        rows: Mapping[OpName, Sequence[int]] | None = None,
         settings: PlannerSettings | None = None,
     ) -> Planner:
         return Planner(
@@ -167,7 +169,7 @@ class Planner:
             settings or self.settings,
             cost=cost or self.cost,
             overheads=self.overheads,
-            rows=self.rows if rows is None else rows,
+            rows=self.rows,
             heads=self.heads,
         )
 
@@ -198,9 +200,7 @@ class Planner:
 
     @property
     def step_tokens(self) -> int | None:
-        """Return the tokens of the longest call.
-
-        What the graphs hold, or less where the settings say so.
+        """Return the tokens of the longest call: what the graphs hold, or less by the settings.
 
         None where the NPU takes any number.
         """
@@ -291,6 +291,13 @@ class Planner:
             options[name] = fitting[0]
         return self.evaluate(scenario, options, device)
 
+    def alone_s(self, scenario: Scenario) -> float:
+        """Return the seconds of a step on the best single device; infinite where none has it."""
+        if scenario not in self._alone_s:
+            singles = (self.whole_rows.single(scenario, kind) for kind in KINDS)
+            self._alone_s[scenario] = min((x.seconds for x in singles if x), default=INF)
+        return self._alone_s[scenario]
+
     def preparation_s(self, m: int) -> float:
         """Return the seconds to prepare the NPU's graphs of m tokens for every matmul.
 
@@ -308,14 +315,6 @@ class Planner:
     def whole_rows(self) -> Planner:
         """Return the same without row cuts, as a device alone has it."""
         return self.with_rows(dict.fromkeys(self.names(unfused=True), ()))
-
-    @cached_property
-    def _non_matmul_costs(self) -> NonMatmulCosts:
-        return NonMatmulCosts(self.cost, self.spec, self.overheads, self.settings.experts)
-
-    @cached_property
-    def _head_shares(self) -> HeadShares:
-        return HeadShares(self.cost, self.spec, self.kernels, self.overheads)
 
     @property
     def experts(self) -> ExpertsChoice | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from hetero.backends.protocol import KINDS
 from hetero.profiler.model_graph import OpName, Stage
 from hetero.solver.chooser import Chooser
 from hetero.solver.errors import PlanError
+from hetero.solver.layer_dp import Costs, PricedOptions, priced
 from hetero.solver.non_matmul import NonMatmulTimes
 from hetero.solver.options import GPU, HOST, INF, Objective, Option
 from hetero.solver.planner import Planner
@@ -31,6 +32,7 @@ GRID_ROWS = 12  # places for each of the two row limits on large matmuls
 # Of the limit of copies: what a matmul may have at most so that its copies are not counted, and no
 # device has some of its rows. Which of many such ones fill the limit takes longest to find out.
 SMALL = 1 / 80
+EXACT: Final = 1e-7  # gap of the integer program
 STATES = (GPU, HOST)
 Part: TypeAlias = tuple[Planner, Sequence[Scenario]]
 Residents: TypeAlias = dict[OpName, ResidentRows]
@@ -58,11 +60,13 @@ def choose_rows(
     weight: Callable[[Scenario], float],
     *,
     places: int = GRID_ROWS,
+    gap: float = EXACT,
 ) -> list[Residents]:
     """Return the rows on each device with which the scenarios are fastest together, by planner.
 
     The planners' weights are stored separately in one memory. Matmuls that see sampled rows alone
-    are the last planner's; `weight` is how much a step counts. Raises `PlanError` if none fit.
+    are the last planner's; `weight` is how much a step counts. Other rows may be better by `gap`,
+    a part of the time. Raises `PlanError` if none fit.
     """
     programs = []
     for planner, scenarios in parts:
@@ -71,15 +75,15 @@ def choose_rows(
         weights = [weight(scenario) for scenario in scenarios]
         small = frozenset(x for x in wanted if is_small(planner, x, limits))
         programs.append(_Program(planner, scenarios, weights, objective, wanted, places, small))
-    return _minimise(programs, limits)
+    return _minimise(programs, limits, gap)
 
 
-def _minimise(programs: Sequence[_Program], limits: Limits) -> list[Residents]:
+def _minimise(programs: Sequence[_Program], limits: Limits, gap: float) -> list[Residents]:
     """Solve the programs as one; the rows of every matmul."""
     builder = _Builder(programs)
     builder.add_all()
     planner = programs[-1].planner
-    result = builder.solve(without_experts(planner, limits))
+    result = builder.solve(without_experts(planner, limits), gap)
     if result is not None:
         return result
     name = planner.spec.name
@@ -128,6 +132,7 @@ class _Program:
         self.chooser = Chooser(planner.overheads, planner.settings.rules, objective)
         self._grids: dict[tuple[OpName, int], Grid] = {}
         self._options: dict[tuple[int, OpName, ResidentRows], list[Option]] = {}
+        self._priced: dict[tuple[int, OpName, ResidentRows], PricedOptions] = {}
 
     @cached_property
     def choices(self) -> dict[OpName, list[ResidentRows]]:
@@ -145,6 +150,13 @@ class _Program:
                 self.planner.space(name), m, grid=grid, mask=mask, gpu_alone=resident.gpu == 0
             )
         return self._options[key]
+
+    def priced(self, scenario: Scenario, name: OpName, resident: ResidentRows) -> PricedOptions:
+        """Return those of `options` that can be on a best path, with their costs."""
+        key = (self.planner.spec.tokens_of(name, scenario.m), name, resident)
+        if key not in self._priced:
+            self._priced[key] = priced(self.options(scenario, name, resident), self.objective)
+        return self._priced[key]
 
     def min_bytes(self) -> float:
         """Return the bytes of all weights, each row where it takes least."""
@@ -220,7 +232,7 @@ class _Builder:
         for scenario, weight in zip(self.program.scenarios, self.program.weights, strict=True):
             self._add_scenario(scenario, weight)
 
-    def solve(self, limits: Limits) -> list[Residents] | None:
+    def solve(self, limits: Limits, gap: float) -> list[Residents] | None:
         """Run `milp`; None if infeasible."""
         from scipy.optimize import Bounds, LinearConstraint, milp  # heavy: every command would wait
         from scipy.sparse import coo_matrix
@@ -236,7 +248,7 @@ class _Builder:
             constraints=LinearConstraint(matrix, self.low, self.high),
             integrality=whole,
             bounds=Bounds(0, 1),
-            options={"mip_rel_gap": 1e-7},
+            options={"mip_rel_gap": gap},
         )
         if result.x is None:
             return None
@@ -303,9 +315,9 @@ class _Builder:
             leaving = {state: self._row(0, 0) for state in STATES} if not last else None
             if link.joins:
                 self._forbid_other(entered, wrap)
-            for name, resident, option in self._stage_options(scenario, link.stage):
+            for name, resident, option, costs in self._stage_options(scenario, link.stage):
                 for state in STATES:
-                    cost = self._cost(option, state, wrap, link)
+                    cost = _cost(costs, state, wrap, link)
                     if cost >= INF:
                         continue
                     column = self._column(weight * cost)
@@ -319,22 +331,16 @@ class _Builder:
         if not named:
             self._drain(entered, wrap)
 
-    def _cost(self, option: Option, state: int, wrap: int, link: _Link) -> float:
-        objective, times = self.program.objective, link.times
-        once = objective.cost(option, state)
-        if link.first:
-            return once + (times - 1) * objective.cost(option, wrap) if times > 1 else once
-        return times * once
-
     def _stage_options(
         self, scenario: Scenario, stage: OpName | Option
-    ) -> list[tuple[OpName | None, ResidentRows | None, Option]]:
+    ) -> list[tuple[OpName | None, ResidentRows | None, Option, Costs]]:
         if isinstance(stage, Option):
-            return [(None, None, stage)]
+            cost = self.program.objective.cost
+            return [(None, None, stage, (cost(stage, GPU), cost(stage, HOST)))]
         return [
-            (stage, resident, option)
+            (stage, resident, option, costs)
             for resident in self.program.choices[stage]
-            for option in self.program.options(scenario, stage, resident)
+            for option, costs in self.program.priced(scenario, stage, resident)
         ]
 
     def _forbid_other(self, entered: dict[int, int], wrap: int) -> None:
@@ -360,6 +366,14 @@ class _Link(NamedTuple):
     times: int
     first: bool
     joins: bool
+
+
+def _cost(costs: Costs, state: int, wrap: int, link: _Link) -> float:
+    """Return the cost of an option in all its layers, entered from a state."""
+    if not link.first:
+        return link.times * costs[state]
+    more = link.times - 1
+    return costs[state] + more * costs[wrap] if more else costs[state]
 
 
 def _links(

@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 
 from hetero.profiler.model_graph import ModelGraph, OpName, Stage
 from hetero.solver.heads import Heads, allowed
-from hetero.solver.layer_dp import Repeated, solve_layers
+from hetero.solver.layer_dp import PricedOptions, Repeated, priced, solve_layers
 from hetero.solver.non_matmul import NonMatmulTimes
 from hetero.solver.options import Objective, Option, PowerModel
 from hetero.solver.overheads import Overheads
@@ -44,7 +44,8 @@ class StepSearch:
 
         None where no device can run it.
         """
-        solved = [self._with_groups(x, candidates, heads) for x in times]
+        matmuls = {name: priced(x, self.objective) for name, x in candidates.items()}
+        solved = [self._with_groups(x, matmuls, heads) for x in times]
         return min((s for s in solved if s is not None), key=lambda s: s.path.cost, default=None)
 
     def shared(self, alone: Solution, candidates: Candidates, heads: Heads) -> Solution | None:
@@ -66,13 +67,20 @@ class StepSearch:
     def _with_groups(
         self,
         non_matmul: NonMatmulTimes,
-        candidates: Candidates,
+        matmuls: Mapping[OpName, PricedOptions],
         heads: Heads,
     ) -> Solution | None:
         """Try fused groups and their parts; fused unless unfused wins by the margin."""
+        shared = {
+            name: allowed(
+                whole, non_matmul.shared.get(name, ()), heads, self.margin, self.objective
+            )
+            for name, whole in non_matmul.after.items()
+        }
+        after = {name: priced(options, self.objective) for name, options in shared.items()}
         choices = [
             [
-                [g for g in ((stage.name,), stage.members) if g and all(p in candidates for p in g)]
+                [g for g in ((stage.name,), stage.members) if g and all(p in matmuls for p in g)]
                 for stage in block.stages
             ]
             for block in self.spec.kinds
@@ -87,7 +95,7 @@ class StepSearch:
                 if best is not None and groups == before:
                     continue
                 tried = [*chosen[:i], groups, *chosen[i + 1 :]]
-                solution = self._layers(non_matmul, candidates, tried, heads)
+                solution = self._layers(non_matmul, matmuls, after, tried)
                 if solution is not None and (best is None or self._beats(solution, best)):
                     best, chosen = solution, tried
         return best
@@ -104,28 +112,23 @@ class StepSearch:
     def _layers(
         self,
         non_matmul: NonMatmulTimes,
-        candidates: Candidates,
+        matmuls: Mapping[OpName, PricedOptions],
+        after: Mapping[OpName, PricedOptions],
         groups: Sequence[Groups],
-        heads: Heads,
     ) -> Solution | None:
-        after = {
-            name: allowed(
-                whole, non_matmul.shared.get(name, ()), heads, self.margin, self.objective
-            )
-            for name, whole in non_matmul.after.items()
-        }
-        tail = [(stage, (stage.name,)) for stage in self.spec.tail if stage.name in candidates]
+        tail = [(stage, (stage.name,)) for stage in self.spec.tail if stage.name in matmuls]
         runs = [
-            _Run(candidates, after, zip(block.stages, own, strict=True))
+            _Run(matmuls, after, zip(block.stages, own, strict=True))
             for block, own in zip(self.spec.kinds, groups, strict=True)
         ]
-        ending = _Run(candidates, after, tail)
+        ending = _Run(matmuls, after, tail)
         prefill = self.scenario.phase == "prefill"
         kinds = [
             Repeated(run.stages, block.layers, prefill and block.sampled)
             for run, block in zip(runs, self.spec.kinds, strict=True)
         ]
-        path = solve_layers([[non_matmul.head]], kinds, ending.stages, self.objective)
+        head = priced([non_matmul.head], self.objective)
+        path = solve_layers([head], kinds, ending.stages)
         if path is None:
             return None
         chosen: dict[OpName, Option] = {}
@@ -151,14 +154,14 @@ class _Run:
 
     def __init__(
         self,
-        candidates: Candidates,
-        after: Mapping[OpName, list[Option]],
+        matmuls: Mapping[OpName, PricedOptions],
+        after: Mapping[OpName, PricedOptions],
         groups: Iterable[tuple[Stage, tuple[OpName, ...]]],
     ) -> None:
-        self.stages: list[list[Option]] = []
+        self.stages: list[PricedOptions] = []
         self._names: list[OpName | None] = []
         for stage, members in groups:
-            self.stages += [candidates[name] for name in members]
+            self.stages += [matmuls[name] for name in members]
             self._names += members
             if stage.name in after:
                 self.stages.append(after[stage.name])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 
 from hetero.backends.protocol import PerGraphSize
+from hetero.profiler.cost import NO_IDLE_COSTS
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.errors import PlanError
-from hetero.solver.layer_dp import Repeated, solve_layers, walk
+from hetero.solver.layer_dp import Repeated, priced, solve_layers, walk
 from hetero.solver.options import GPU, HOST, INF, Objective, Option, PowerModel
 from hetero.solver.place import tiles_of
 from hetero.solver.plan import OpPlan
@@ -85,9 +87,10 @@ def test_a_prompt_that_must_be_shared_is_shared_at_the_least_cost(block: int) ->
 def test_paths_without_gpu_operators_between_are_solved_exactly(seed: int) -> None:
     rng = np.random.default_rng(seed)
     stages = [[_random_option(rng) for _ in range(rng.integers(1, 4))] for _ in range(5)]
-    head, block, tail = stages[:1], stages[1:4], stages[4:]
+    costs = [priced(stage, Objective()) for stage in stages]
+    head, block, tail = costs[:1], costs[1:4], costs[4:]
     layers = int(rng.integers(1, 5))
-    found = solve_layers(head, [Repeated(block, layers)], tail, Objective())
+    found = solve_layers(head, [Repeated(block, layers)], tail)
     best = min(_walk_all(combo, [1] * layers) for combo in itertools.product(*stages))
     if best == np.inf:
         assert found is None
@@ -102,10 +105,11 @@ def test_layers_of_two_kinds_cost_the_same_in_any_order(seed: int) -> None:
     """Against layer after layer, among the paths whose blocks all leave in one state."""
     rng = np.random.default_rng(seed)
     stages = [[_random_option(rng) for _ in range(rng.integers(1, 4))] for _ in range(7)]
-    head, first, second, tail = stages[:1], stages[1:4], stages[4:6], stages[6:]
+    costs = [priced(stage, Objective()) for stage in stages]
+    head, first, second, tail = costs[:1], costs[1:4], costs[4:6], costs[6:]
     order = [1, *rng.integers(1, 3, size=rng.integers(0, 4)).tolist(), 2]
     kinds = [Repeated(first, order.count(1)), Repeated(second, order.count(2))]
-    found = solve_layers(head, kinds, tail, Objective())
+    found = solve_layers(head, kinds, tail)
     ways = [x for x in itertools.product(*stages) if x[3].leaves == x[5].leaves]
     best = min((_walk_all(combo, order) for combo in ways), default=np.inf)
     if best == np.inf:
@@ -192,6 +196,25 @@ def test_energy_and_latency_each_win_at_their_own(seed: int) -> None:
     assert thrifty.joules is not None
     assert fast.seconds <= thrifty.seconds + 1e-9
     assert thrifty.joules <= fast.joules + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(examples(10, 40)))
+def test_tilings_are_compared_by_the_energy_that_their_options_have(seed: int) -> None:
+    """Also where the NPU's thread starts late, so that a device idles although both have work."""
+    instance = random_instance(seed, tiny=False)
+    instance.sync = replace(instance.sync, npu_restart_s=0.5, idle=NO_IDLE_COSTS)
+    planner = planner_of(instance, margin=0.0)
+    objective, m = planner.objective(0.0, 1.0), instance.sizes[-1]
+    chooser = Chooser(planner.overheads, planner.settings.rules, objective)
+    space = planner.space(NAMES[seed % 4])
+    grid = space.grid(m)
+    cost = chooser.cost(grid, m)
+    cells = np.argwhere(np.isfinite(cost))
+    assert len(cells)
+    for i, j in cells.tolist():
+        dominant = bool(grid.npu_dominant[i, j])
+        option = chooser._cut(space, m, planner.overheads, grid, i, j, dominant)
+        assert cost[i, j] == pytest.approx(objective.cost(option._replace(enter_s=(0.0, 0.0)), GPU))
 
 
 def test_an_unreachable_option_costs_infinity_under_every_objective() -> None:
