@@ -1,27 +1,27 @@
 """Measures the gain of OpenCL on every core of a PC over one core (`every_core` of a profile).
 
-The number of PoCL's cores is fixed in a process, so each way is measured in processes of its own,
-in turns: whole steps of a small model, which launches dominate, and of a large one, which memory
-and arithmetic dominate.
+The number of PoCL's cores is fixed in a process, so each way has a process of its own. They compute
+in turns of about a second, since the speed of a shared machine's core changes in seconds: whole
+steps of a small model, which launches dominate, and of a large one, which memory and arithmetic
+dominate.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import itertools
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Final, TypeAlias
+from typing import Any, Final, Self, TypeAlias
 
 import numpy as np
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import allowed_cores, core_count, run_on
-from hetero.backends.host.child import child_command
+from hetero.backends.host.json_child import ChildDiedError, JsonChild, serving
 from hetero.backends.host.time_limits import time_limit
 from hetero.backends.protocol import Device
 from hetero.backends.registry import EVERY_CORE
@@ -30,7 +30,6 @@ from hetero.models.graph import model_graph
 from hetero.models.model_weights import ModelWeights
 from hetero.models.random_models import RandomWeights, known_config
 from hetero.placement.device_set import open_devices
-from hetero.profiler.errors import ProfileError
 from hetero.profiler.records import EveryCore, Phase
 from hetero.profiler.substitutes import FILE_SUBSTITUTES
 from hetero.runtime.engine import Engine
@@ -41,9 +40,9 @@ SMALL: Final = "demo"
 LARGE: Final = "llama-3.2-1b"
 LAYERS: Final = 2  # of it: 68 MB in four bits, more than the caches of a PC
 TOKENS: Final = {"small": 64, "large": 256}
-PROMPTS: Final = 5
-LIMIT_S: Final = 120.0  # of one process
-ROUNDS: Final = 3
+STEPS: Final = 16  # of decoding in a round
+LIMIT_S: Final = 120.0  # of an answer of a process
+ROUNDS: Final = 9
 PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
 Times: TypeAlias = dict[str, list[float]]  # "small prefill", "large decode", …: one for each round
 
@@ -62,26 +61,29 @@ def measure_every_core(
 ) -> list[EveryCore]:
     """Return the gains for each format and phase.
 
-    A file's format has those of a substitute. `checkpoint` is called before each process and may
-    end the measurement by an exception. Raises `DeviceError` if a process failed.
+    A file's format has those of a substitute. `checkpoint` is called before each round of a process
+    and may end the measurement by an exception. Raises `DeviceError` if a process failed.
     """
     kinds = [FILE_SUBSTITUTES[x][0] if x.of_file else x for x in formats]
     named, cores = tuple(dict.fromkeys(kinds)), allowed_cores()
     times: dict[str, dict[str, Times]] = {ONE_CORE: {}, EVERY_CORE: {}}
     try:
-        for _ in range(rounds):
-            for backend, step_s in times.items():
+        with ExitStack() as stack:
+            steppers = {}
+            for backend in times:
                 checkpoint()
-                for name, steps in _in_process(backend, named, cores).items():
+                steppers[backend] = stack.enter_context(Stepper(backend, named, cores))
+            for _, (backend, stepper) in itertools.product(range(rounds), steppers.items()):
+                checkpoint()
+                for name, steps in stepper.round().items():
                     for step, seconds in steps.items():
-                        step_s.setdefault(name, {}).setdefault(step, []).append(seconds)
-    except ProfileError:  # the checkpoint's
-        raise
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
+                        known = times[backend].setdefault(name, {})
+                        known.setdefault(step, []).append(seconds)
+    except ChildDiedError as error:
         raise DeviceError(
             EVERY_CORE,
             "measuring it in a process of its own",
-            _reason(error),
+            f"that {error}",
             "try the backend with `hetero bench`",
         ) from error
     return [
@@ -89,6 +91,37 @@ def measure_every_core(
         for name in named
         for phase in PHASES
     ]
+
+
+class Stepper:
+    """A process that times both models on a backend: a context manager that ends it.
+
+    Raises `ChildDiedError` if the process ends by itself or takes too long.
+    """
+
+    def __init__(self, backend: str, formats: Sequence[WeightFormat], cores: Sequence[int]) -> None:
+        self._child = JsonChild("hetero.measuring.every_core")
+        self._request = {"backend": backend, "cores": list(cores), "weights": list(formats)}
+
+    def __enter__(self) -> Self:
+        try:
+            self._ask(self._request)
+        except BaseException:
+            self._child.close(now=True)
+            raise
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._child.__exit__(*error)
+
+    def round(self) -> dict[WeightFormat, dict[str, float]]:
+        """Return the seconds of a prompt and of a decoding step of both models, by format."""
+        times = self._ask({})
+        return {WeightFormat(name): steps for name, steps in times.items()}
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._child.say(request)
+        return self._child.hear(time_limit(LIMIT_S))
 
 
 def _fit(name: WeightFormat, phase: Phase, cores: int, one: Times, every: Times) -> EveryCore:
@@ -112,25 +145,6 @@ def _fit(name: WeightFormat, phase: Phase, cores: int, one: Times, every: Times)
     )
 
 
-def _in_process(
-    backend: str, formats: Sequence[WeightFormat], cores: Sequence[int]
-) -> dict[WeightFormat, dict[str, float]]:
-    options = ["--backend", backend, "--cores", ",".join(map(str, cores))]
-    command = child_command("hetero.measuring.every_core", *options, "--weights", ",".join(formats))
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=time_limit(LIMIT_S)
-    )
-    times: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
-    return {WeightFormat(name): steps for name, steps in times.items()}
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, subprocess.CalledProcessError):
-        lines: list[str] = error.stderr.strip().splitlines()
-        return lines[-1] if lines else f"exit {error.returncode}"
-    return str(error)
-
-
 def _small(weight_format: WeightFormat) -> ModelWeights:
     """Return the demo; with random weights where its own have no static scales."""
     if weight_format.activations.static:
@@ -150,60 +164,62 @@ def _large(weight_format: WeightFormat) -> ModelWeights:
     return RandomWeights(config, weight_format)
 
 
-def time_steps(backend: str, weight_format: WeightFormat) -> dict[str, float]:
-    """Return the median seconds of prompts and decoding steps of both models, in this process."""
-    models = {"small": _small(weight_format)}
-    models["large"] = _large(weight_format)
-    seconds: dict[str, float] = {}
-    for size, weights in models.items():
-        prompts, steps = _time_model(backend, weights, TOKENS[size])
-        seconds[f"{size} prefill"] = statistics.median(prompts)
-        seconds[f"{size} decode"] = statistics.median(steps)
-    return seconds
+class _Model:
+    """An engine on a backend, and the prompt's tokens that it is timed with."""
 
+    def __init__(self, backend: str, weights: ModelWeights, tokens: int) -> None:
+        opened = open_devices("gpu", gpu=backend)
+        self._engine = Engine(
+            weights,
+            single_device(model_graph(weights.config, weights.weight_format), "gpu"),
+            opened.devices,
+            max_seq_len=tokens + STEPS,
+            control_core=opened.control_core,
+        )
+        self._context, self._tokens = self._engine.new_context(), tokens
 
-def _time_model(
-    backend: str, weights: ModelWeights, tokens: int, steps: int = 48, warm: int = 4
-) -> tuple[list[float], list[float]]:
-    """Return the seconds of each prompt of some lengths, and of `steps` decoding steps.
-
-    The steps follow `warm` others.
-    """
-    opened = open_devices("gpu", gpu=backend)
-    engine = Engine(
-        weights,
-        single_device(model_graph(weights.config, weights.weight_format), "gpu"),
-        opened.devices,
-        max_seq_len=tokens + warm + steps,
-        control_core=opened.control_core,
-    )
-    context = engine.new_context()
-    prompts_s, steps_s = [], []
-    for _ in range(1 + PROMPTS):
+    def seconds(self) -> dict[Phase, float]:
+        """Return the seconds of a prompt, and the median of decoding steps behind it."""
+        engine, context = self._engine, self._context
         context.truncate(0)
         start_s = time.perf_counter()
-        engine.prefill(context, [5] * tokens)
-        prompts_s.append(time.perf_counter() - start_s)
-    for _ in range(warm + steps):
-        start_s = time.perf_counter()
-        engine.decode(context, 5)
-        steps_s.append(time.perf_counter() - start_s)
-    engine.close()
-    return prompts_s[1:], steps_s[warm:]
+        engine.prefill(context, [5] * self._tokens)
+        prompt_s, steps_s = time.perf_counter() - start_s, []
+        for _ in range(STEPS):
+            start_s = time.perf_counter()
+            engine.decode(context, 5)
+            steps_s.append(time.perf_counter() - start_s)
+        return {"prefill": prompt_s, "decode": statistics.median(steps_s)}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Time both models; print one line of JSON."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--backend", choices=(ONE_CORE, EVERY_CORE), required=True)
-    parser.add_argument("--cores", required=True)
-    parser.add_argument("--weights", required=True)
-    options = parser.parse_args(arguments)
-    run_on(map(int, options.cores.split(",")))
-    times = {
-        name: time_steps(options.backend, WeightFormat(name)) for name in options.weights.split(",")
-    }
-    print(json.dumps(times))
+def _models(backend: str, weight_format: WeightFormat) -> dict[str, _Model]:
+    weights = {"small": _small(weight_format), "large": _large(weight_format)}
+    models = {size: _Model(backend, own, TOKENS[size]) for size, own in weights.items()}
+    for model in models.values():
+        model.seconds()  # the first prompt prepares kernels
+    return models
+
+
+def main() -> None:
+    """Open both models in each format, then time them at every message, until the input closes."""
+    with serving() as (messages, write):
+        request = next(messages)
+        run_on(request["cores"])
+        models = {
+            name: _models(request["backend"], WeightFormat(name)) for name in request["weights"]
+        }
+        write({})
+        for _ in messages:
+            write(
+                {
+                    name: {
+                        f"{size} {phase}": seconds
+                        for size, model in sizes.items()
+                        for phase, seconds in model.seconds().items()
+                    }
+                    for name, sizes in models.items()
+                }
+            )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -497,13 +498,13 @@ def test_every_part_looks_at_the_budget(
 def test_what_every_core_gains_looks_at_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, started = ManualClock(), 0
 
-    def process(*_: Any) -> dict[Any, Any]:
+    def stepper(*_: Any) -> Any:
         nonlocal started
         started += 1
         clock.sleep(40.0)
-        return {}
+        return nullcontext()
 
-    monkeypatch.setattr("hetero.measuring.every_core._in_process", process)
+    monkeypatch.setattr("hetero.measuring.every_core.Stepper", stepper)
     with pytest.raises(ProfileError, match="too short here"):
         profile_devices(
             devices(clock),
