@@ -289,6 +289,13 @@ class _InTurn:
             self._stream = None
 
 
+def server_fault(request: Request, error: Exception) -> ApiError:
+    """Log a fault of the server; return the error that its client gets, with the request's id."""
+    request_id = request.state.request_id
+    log.error("request %s failed", request_id, exc_info=error)
+    return ApiError(500, f"the server failed: see its own messages about {request_id}")
+
+
 async def streamed(
     state: State,
     request: Request,
@@ -331,9 +338,7 @@ async def streamed(
         except ApiError as error:
             yield b"".join([*lines, writer.failed(error)])
         except Exception as error:  # the status is sent already: the client learns of it here
-            log.error("a streamed answer failed", exc_info=error)
-            broken = ApiError(500, "the server failed: see its own messages")
-            yield b"".join([*lines, writer.failed(broken)])
+            yield b"".join([*lines, writer.failed(server_fault(request, error))])
 
     until_end = AsyncExitStack() if until_end is None else until_end.pop_all()
     return _EventStream(bodies(), stream, until_end)

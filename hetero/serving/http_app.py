@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -26,13 +26,13 @@ from hetero.serving import (
     slots,
     text,
 )
-from hetero.serving.answers import ClientDisconnectedError
+from hetero.serving.answers import ClientDisconnectedError, server_fault
 from hetero.serving.errors import ApiError
 from hetero.serving.guard import AsgiApp, Guard, Message, Receive, Scope, Send
 from hetero.serving.keys import Keys
 from hetero.serving.served_models import Models
 
-log = logging.getLogger("hetero.serving")
+REQUEST_ID: Final = (b"x-request-id", b"request-id")  # that OpenAI's and Anthropic's clients read
 PAGE = Path(__file__).parent / "page.html"
 _ROUTERS: tuple[APIRouter, ...] = (
     chat_completions.router,
@@ -86,14 +86,16 @@ def make_app(
             allow_origins=origins,
             allow_methods=["*"],
             allow_headers=["*"],
+            expose_headers=[name.decode() for name in REQUEST_ID],
         )
     return _Requests(guarded, models)
 
 
 class _Requests:
-    """Middleware that counts requests by status and path: an existing path, or `other`.
+    """Middleware that names requests and counts them by status and path (existing, or `other`).
 
     `scope["state"]["leases"]` is closed when the response was sent: it holds the request's model.
+    `request_id` there is what `REQUEST_ID` of the response says.
     """
 
     def __init__(self, inner: AsgiApp, models: Models) -> None:
@@ -105,16 +107,21 @@ class _Requests:
             await self._inner(scope, receive, send)
             return
 
+        request_id = f"req_{uuid.uuid4().hex}"
+
         async def seen(message: Message) -> None:
             if message["type"] == "http.response.start":
                 path = getattr(scope.get("route"), "path", "other")
                 self._models.metrics.requests.labels(path, str(message["status"])).inc()
+                names = [(name, request_id.encode()) for name in REQUEST_ID]
+                message["headers"] = [*message.get("headers", ()), *names]
             await send(message)
 
         if scope["method"] == "HEAD":  # the HTTP server sends no body for it
             scope = {**scope, "method": "GET"}
         with ExitStack() as leases:
-            scope["state"] = {**scope.get("state", {}), "leases": leases}
+            own = {"leases": leases, "request_id": request_id}
+            scope["state"] = {**scope.get("state", {}), **own}
             await self._inner(scope, receive, seen)
 
 
@@ -168,5 +175,4 @@ async def _disconnected(_request: Request, _error: Exception) -> Response:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    log.error("a request failed", exc_info=error)
-    return await _failed(request, ApiError(500, "the server failed: see its own messages"))
+    return await _failed(request, server_fault(request, error))

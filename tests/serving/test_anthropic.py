@@ -128,6 +128,7 @@ def test_errors_have_the_shape_of_that_api(client: Any, anthropic: Any) -> None:
         client.messages.create(model="demo", max_tokens=0, messages=STORY)
     assert refused.value.body["type"] == "error"
     assert refused.value.body["error"]["type"] == "invalid_request_error"
+    assert refused.value.request_id.startswith("req_")
     with pytest.raises(anthropic.NotFoundError) as missing:
         client.messages.create(model="other", max_tokens=1, messages=STORY)
     assert missing.value.body["error"]["type"] == "not_found_error"

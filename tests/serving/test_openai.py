@@ -41,6 +41,9 @@ def test_a_chat_is_the_librarys_with_every_token_counted(client: Any, llm: LLM) 
     assert said.usage.completion_tokens == len(wanted.tokens) == 20
     assert said.usage.total_tokens == said.usage.prompt_tokens + 20
     assert said.hetero["placement"]["npu"]["ops"] > 0
+    again = client.models.retrieve("demo")
+    assert said._request_id.startswith("req_")
+    assert said._request_id != again._request_id
 
 
 def test_what_was_said_before_is_not_computed_again(client: Any) -> None:
@@ -366,6 +369,7 @@ def test_what_cannot_be_done_is_one_sentence(
     assert body["type"] == "invalid_request_error"
     assert param is None or body["param"].startswith(param)
     assert "\n" not in body["message"]
+    assert refused.value.request_id.startswith("req_")
 
 
 def test_another_model_is_not_here(client: Any) -> None:

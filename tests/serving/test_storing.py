@@ -83,6 +83,8 @@ def test_a_locked_database_is_no_full_disk(tmp_path: Path, stream: bool) -> None
                 error = error_of(got, tmp_path)
                 assert error["type"] == "server_error"
             assert "see its own messages" in error["message"]
+            assert got.headers["x-request-id"] in error["message"]
+            assert got.headers["x-request-id"] in (tmp_path / "server.log").read_text()
         with server.client() as client:  # the connection of a failed request may be closed
             assert client.post("/v1/responses", json=ASKED).status_code == 200
     finally:
