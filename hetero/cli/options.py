@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, is_dataclass
@@ -80,6 +81,7 @@ else:
 
 # Panels of the help.
 SAMPLING, DEVICES, OUTPUT = "Sampling", "Devices and plans", "Output"
+MINUTE_S: Final = 60.0
 PREPARING_S: Final = 300.0  # of a first start, behind what was asked for
 MODEL_HELP: Final = (
     "A directory, a .gguf file, OWNER/NAME of the hub, pypi:PACKAGE, demo or random:NAME."
@@ -395,11 +397,30 @@ def parse_strategy(name: str) -> NamedStrategy:
     return cast("NamedStrategy", name)
 
 
+def _progress_lines(what: str) -> Callable[[int, int], None]:
+    """Return a function of (done, total) that prints a line each minute."""
+    from hetero.terminal.notices import notify
+
+    start_s = printed_s = time.monotonic()
+
+    def advance(done: int, total: int) -> None:
+        nonlocal printed_s
+        now_s = time.monotonic()
+        if now_s - printed_s >= MINUTE_S:
+            printed_s = now_s
+            notify(f"{what}: {done} of {total} after {(now_s - start_s) / MINUTE_S:.0f} min")
+
+    return advance
+
+
 @contextmanager
 def progress_bar(what: str) -> Iterator[Any]:
-    """Show a progress bar on stderr, removed when done; yield a function of (done, total)."""
+    """Show a progress bar on stderr, removed when done; yield a function of (done, total).
+
+    Where stderr is no terminal, a line each minute.
+    """
     if sys.stderr is None or not sys.stderr.isatty():
-        yield lambda _done, _total: None
+        yield _progress_lines(what)
         return
     from rich.progress import (
         BarColumn,

@@ -320,3 +320,20 @@ def test_a_bar_has_no_count_before_it_knows_one(monkeypatch: pytest.MonkeyPatch)
     with options.progress_bar("loading") as advance:
         advance(2, 5)
     assert "2/5" in said.getvalue()
+
+
+def test_without_a_terminal_progress_is_a_line_each_minute(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hetero.cli import options
+
+    now_s = 1000.0
+    monkeypatch.setattr("hetero.cli.options.time.monotonic", lambda: now_s)
+    with options.progress_bar("tensors alone") as advance:
+        for done in range(1, 6):
+            now_s += 31.0
+            advance(done, 5)
+    assert capsys.readouterr().err.splitlines() == [
+        "hetero: tensors alone: 2 of 5 after 1 min",
+        "hetero: tensors alone: 4 of 5 after 2 min",
+    ]
