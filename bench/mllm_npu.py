@@ -7,6 +7,7 @@ python bench/mllm_npu.py formats --profile MINE     # w8a8 and w4a8, shadows, ev
 python bench/mllm_npu.py chunks     # figure 8: the length of a chunk
 python bench/mllm_npu.py simulated  # the same on the simulated chip, and table 4 end to end
 python bench/mllm_npu.py pruning    # by how many matmuls keep outliers
+python bench/mllm_npu.py drift      # static orders and dispatch by completion
 python bench/mllm_npu.py energy     # figure 15; `memory`: figure 16
 
 A command makes `Variant`s of one prompt's prefill, `compare` runs them in turns and prints them
@@ -15,6 +16,7 @@ beside what the paper says of that step (`data/mllm_npu.toml`).
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import tomllib
@@ -50,18 +52,27 @@ from parts.npu_figures import energy, memory
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import Outliers
+from hetero.backends.protocol import KINDS
 from hetero.models import RANDOM_PREFIX, LoadedModel, model_spec, open_model
 from hetero.models.model_weights import BlockWeights, Shadow
 from hetero.models.random_models import RandomWeights, known_config, limited
 from hetero.placement.device_set import open_devices
 from hetero.placement.planning import planned
 from hetero.profiler.cost import CostModel
-from hetero.profiler.model_graph import ModelGraph
+from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
 from hetero.runtime.launch_costs import LaunchCosts
+from hetero.runtime.launch_graph import LaunchGraph
 from hetero.runtime.prefill_mode import WINDOW, PrefillModes, capabilities_of
-from hetero.runtime.schedule import Order, windows
+from hetero.runtime.schedule import (
+    ListScheduler,
+    Order,
+    out_of_order,
+    schedule_rules,
+    seconds_of,
+    windows,
+)
 from hetero.solver.handmade import single_device
 from hetero.solver.placement import Placement
 from hetero.solver.plan import PrefillMode
@@ -75,6 +86,7 @@ app = new_app(__doc__)
 app.command("energy")(energy)
 app.command("memory")(memory)
 CHIP = "snapdragon-8-gen-3"
+RULES = ("equation 6", "critical path", "oldest chunk")
 OTHER_LENGTHS = 5  # that are planned anew
 CLAIMS = tomllib.loads((DATA / "mllm_npu.toml").read_text(encoding="utf-8"))
 HEAD = (
@@ -114,31 +126,33 @@ class Variant:
 
 
 class Shadowed(RandomWeights):
-    """Random w8a8 weights; `kept` of the matmuls, FFN-down of layers evenly spread, have a shadow
-    of `hot` of their channels.
+    """Random w8a8 weights; `kept` of the matmuls, one of layers evenly spread, have a shadow of
+    `hot` of their channels.
     """
 
-    def __init__(self, model: str, kept: float, hot: float) -> None:
+    def __init__(self, model: str, kept: float, hot: float, matmul: OpName = "down") -> None:
         super().__init__(
             limited(known_config(model.removeprefix(RANDOM_PREFIX))), WeightFormat.W8A8
         )
-        layers, f = self.config.num_layers, self.config.intermediate_size
+        n, k = model_spec(model, weights="w8a8").shapes[matmul]
+        layers = self.config.num_layers
         count = min(round(4 * layers * kept), layers)
         places = np.linspace(0, layers - 1, count).round().astype(int).tolist()
-        op = Outliers(n=self.config.hidden_size, k=f, hot=max(round(f * hot), 1))
-        self._shadows = {f"blocks.{at}.down": op for at in places}
+        op = Outliers(n=n, k=k, hot=max(round(k * hot), 1))
+        self._matmul = matmul
+        self._shadows = {f"blocks.{at}.{matmul}": op for at in places}
 
     def outliers(self) -> dict[str, Outliers]:
         return self._shadows
 
     def _load_block(self, index: int) -> BlockWeights:
         block = super()._load_block(index)
-        op = self._shadows.get(f"blocks.{index}.down")
+        op = self._shadows.get(f"blocks.{index}.{self._matmul}")
         if op is None:
             return block
         channels = np.linspace(0, op.k - 1, op.hot).astype(np.int32)
         slab = np.full((op.n, op.hot), 1e-3, np.float16)
-        return replace(block, shadows={"down": Shadow(channels, slab)})
+        return replace(block, shadows={self._matmul: Shadow(channels, slab)})
 
 
 def compare(variants: dict[str, Variant], tokens: int, rounds: int, claims: Sequence[str]) -> bool:
@@ -443,30 +457,102 @@ def pruning(
     chunk: Annotated[int, typer.Option(help="tokens of a chunk")] = 256,
     hot: Annotated[float, typer.Option(help="part of a shadow's channels that are hot")] = 0.003,
 ) -> None:
-    """The prompt by the part of the matmuls that keep a shadow, on a simulated chip; what each part
-    is worth in quality: `quality.py forms`.
+    """The prompt by the matmuls that keep a shadow, on a simulated chip: parts of FFN-down, then
+    one matmul of every layer; what each part is worth in quality: `quality.py forms`.
     """
     taken, rows = DeviceProfile.load(profile), []
-    for kept in (0.0, 0.15, 0.5, 1.0):
-        static = replace(open_model(model, weights="w8a8"), weights=Shadowed(model, kept, hot))
+    cases = [(kept, "down") for kept in (0.0, 0.15, 0.5, 1.0)]
+    for kept, matmul in [*cases, (1.0, "o"), (1.0, "qkv"), (1.0, "gate_up")]:
+        weights = Shadowed(model, kept, hot, matmul)
+        static = replace(open_model(model, weights="w8a8"), weights=weights)
         seconds = _makespan(static.spec(), chunk, "best", taken, p)
-        rows.append([f"{1 - kept:.0%}", len(static.weights.outliers()), f"{seconds:.3f}"])
+        shown = [f"{seconds:.3f}", f"{seconds / float(rows[0][-2]) - 1:+.1%}" if rows else "0 %"]
+        rows.append([f"{1 - kept:.0%}", matmul, len(weights.outliers()), *shown])
     print(f"simulated; {model}, w8a8, {p} tokens, {profile}\n")
-    table("pruned|matmuls with a shadow|s", rows)
+    table("pruned|of|with a shadow|s|more", rows)
     finish("paper, section 3.3: shadows of 85 % of the layers are pruned by default")
+
+
+@app.command("drift")
+def drift(
+    profile: Annotated[str, typer.Option(help="a shipped profile of a chip")] = CHIP,
+    model: str = "random:qwen1.5-1.8b",
+    chunk: Annotated[int, typer.Option(help="tokens of a chunk")] = 256,
+    layers: Annotated[int, typer.Option(help="that are scheduled")] = 6,
+    noise: Annotated[str, typer.Option(help="of a launch, relative")] = "0,0.1,0.3",
+    slower: Annotated[str, typer.Option(help="NPU over predicted")] = "0.5,1,2",
+    draws: int = 20,
+) -> None:
+    """A window of chunks in flight whose launches take other times than predicted: orders computed
+    before by predicted times, dispatch by completion, and the order of one who knew the times.
+
+    Dispatch has a thread for the NPU (so has a second static row), knows when running launches will
+    end, and pays nothing for deciding: more than a real one could have.
+    """
+    taken = DeviceProfile.load(profile)
+    static = replace(open_model(model, weights="w8a8"), weights=Shadowed(model, 0.15, 0.003))
+    modes = _modes(static.spec(), chunk, "best", taken, WINDOW * chunk)
+    calls = [chunk] * WINDOW
+    launches, expected = modes.launches("cut", calls, 0, 1, layers)
+    threads = [replace(launch, asynchronous=True) for launch in launches]
+    submit_s = modes.submit_s
+    graph, apart = LaunchGraph.of(launches), LaunchGraph.of(threads)
+    orders: dict[str, tuple[Any, Any]] = {
+        order: (launches, out_of_order(graph, expected, submit_s, order))
+        for order in get_args(Order)
+    }
+    orders["best, NPU on a thread"] = threads, out_of_order(apart, expected, submit_s, "best")
+    dispatched = dict(zip(RULES, schedule_rules(apart, expected, "best"), strict=True))
+    rng, rows = np.random.default_rng(0), []
+    for spread_of, factor in itertools.product(
+        *(map(float, x.split(",")) for x in (noise, slower))
+    ):
+        times: dict[str, list[float]] = {}
+        for _ in range(draws if spread_of else 1):
+            scale = [factor if launch.kind == "npu" else 1.0 for launch in launches]
+            drawn = np.exp(spread_of * rng.standard_normal(len(launches)))
+            real = (np.asarray(expected) * scale * drawn).tolist()
+            for name, (specs, schedule) in orders.items():
+                times.setdefault(name, []).append(seconds_of(specs, schedule, real, submit_s))
+            for name, rule in dispatched.items():
+                listed = ListScheduler(apart, real, submit_s, rule).schedule()
+                own = seconds_of(threads, listed, real, submit_s)
+                times.setdefault(f"dispatched: {name}", []).append(own)
+            known = out_of_order(apart, real, submit_s, "best")
+            times.setdefault("known times", []).append(seconds_of(threads, known, real, submit_s))
+            busy = [
+                sum(s for s, launch in zip(real, launches, strict=True) if launch.kind == kind)
+                for kind in KINDS
+            ]
+            times.setdefault("bound: the busier device", []).append(max(busy))
+        base = np.asarray(times["best"])
+        for name, seconds in times.items():
+            ratio = float(np.median(np.asarray(seconds) / base))
+            cells = [f"{spread_of:g}", f"{factor:g}", name, f"{1e3 * np.median(seconds):.2f}"]
+            rows.append([*cells, f"{ratio:.3f}"])
+    print(f"virtual time; {model}, w8a8, {WINDOW} chunks of {chunk} tokens, {layers} layers\n")
+    table("noise|NPU × predicted|order|ms|× best", rows)
+    finish()
 
 
 def _makespan(
     spec: ModelGraph, size: int, order: Order, profile: DeviceProfile, tokens: int
 ) -> float:
     """Seconds of a prompt in calls of `size` tokens, all matmuls on the NPU."""
+    calls = split(tokens, (), size)
+    return _modes(spec, size, order, profile, tokens).seconds("cut", calls)
+
+
+def _modes(
+    spec: ModelGraph, size: int, order: Order, profile: DeviceProfile, tokens: int
+) -> PrefillModes:
+    """Prompts in calls of `size` tokens, all matmuls on the NPU."""
     request = PlanRequest(graph_sizes=(size,), explain=False)
     plan = strategy_plan(spec, profile, "chunked", [tokens], request)
     able = capabilities_of(plan, profile)
     placement = Placement(plan, spec, able)
     costs, window = LaunchCosts(CostModel(profile), placement), 1 if order == "fifo" else WINDOW
-    calls = split(tokens, (), size)
-    return PrefillModes(placement, costs, order, able, window=window).seconds("cut", calls)
+    return PrefillModes(placement, costs, order, able, window=window)
 
 
 if __name__ == "__main__":

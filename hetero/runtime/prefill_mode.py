@@ -112,7 +112,7 @@ class PrefillModes:
         self._modes: list[PrefillMode] = []
         if placement.plan.in_flight and costs is not None and order != "fifo" and window > 1:
             self._modes = ["cut", *(flight.mode for flight in placement.plan.in_flight)]
-        self._submit_s = 0.0 if costs is None else costs.submit_s(able)
+        self.submit_s = 0.0 if costs is None else costs.submit_s(able)
         self._specs_known: dict[tuple[PrefillMode, int, int, int], Sequence[LaunchSpec]] = {}
         sizes = placement.plan.graph_sizes
         self._chunk = min(chunk_size(sizes, placement.longest), placement.longest)
@@ -179,9 +179,16 @@ class PrefillModes:
     def _scheduled_s(
         self, mode: PrefillMode, chunks: Sequence[int], position: int, logit_rows: int, layers: int
     ) -> float:
+        launches, costs_s = self.launches(mode, chunks, position, logit_rows, layers)
+        return self._orders.shortest(launches, costs_s, self.submit_s)[0]
+
+    def launches(
+        self, mode: PrefillMode, chunks: Sequence[int], position: int, logit_rows: int, layers: int
+    ) -> tuple[Sequence[LaunchSpec], list[float]]:
+        """Return the launches of a window of calls in so many layers, and their seconds."""
         launches = self._specs(mode, chunks, logit_rows, layers)
         assert self._costs is not None
-        ends, costs_s = tuple(accumulate(chunks, initial=position)), []
+        ends, costs_s = tuple(accumulate(chunks, initial=position)), list[float]()
         sampled = self._placement.graph.sampled_nodes
         for launch in launches:
             m, context = chunks[launch.chunk], ends[launch.chunk]
@@ -190,7 +197,7 @@ class PrefillModes:
             if launch.node in sampled:
                 context = ends[launch.chunk + 1] - m
             costs_s.append(self._costs.seconds(launch, m, context, mode))
-        return self._orders.shortest(launches, costs_s, self._submit_s)[0]
+        return launches, costs_s
 
     def _specs(
         self, mode: PrefillMode, chunks: Sequence[int], logit_rows: int, layers: int

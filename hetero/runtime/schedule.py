@@ -94,8 +94,8 @@ def out_of_order(
     """
     schedules = [in_order(graph)]
     if order != "fifo":
-        rules = _rules(graph, costs_s, order)
-        schedules += [_Listed(graph, costs_s, submit_s, rule).schedule() for rule in rules]
+        rules = schedule_rules(graph, costs_s, order)
+        schedules += [ListScheduler(graph, costs_s, submit_s, rule).schedule() for rule in rules]
     launches = graph.launches
     return min(schedules, key=lambda schedule: seconds_of(launches, schedule, costs_s, submit_s))
 
@@ -156,7 +156,8 @@ _Missing: TypeAlias = Sequence[int]  # how many launches each still has to wait 
 _Rule: TypeAlias = Callable[[int, _Missing], tuple[float, ...]]  # the least is started first
 
 
-def _rules(graph: LaunchGraph, costs_s: Sequence[float], order: Order) -> tuple[_Rule, ...]:
+def schedule_rules(graph: LaunchGraph, costs_s: Sequence[float], order: Order) -> tuple[_Rule, ...]:
+    """Return what decides between launches that can begin at once: the least is started first."""
     left_s, launches = _longest_after(graph, costs_s), graph.launches
 
     def contribution(i: int, missing: _Missing) -> tuple[float, ...]:
@@ -271,8 +272,12 @@ class _Timeline:
         self.now_s = max(self.now_s, self.ends_s[launch])
 
 
-class _Listed:
-    """The list scheduler: by when the control thread could start a launch, queued ones first."""
+class ListScheduler:
+    """The list scheduler: by when the control thread could start a launch, queued ones first.
+
+    With the `costs_s` that launches really take it is dispatch by completion: it starts a launch
+    knowing when those before it end, and a rule made from predicted times decides.
+    """
 
     def __init__(
         self, graph: LaunchGraph, costs_s: Sequence[float], submit_s: float, rule: _Rule

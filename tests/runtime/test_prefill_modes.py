@@ -66,7 +66,7 @@ def test_never_slower_than_the_better_of_cuts_and_of_whole_matmuls_out_of_order(
             graph = LaunchGraph.of(modes._launches("cut", (m,), last, spec.layers))
             price = LaunchCosts(cost, modes._placement).at(start, (m,))
             costs_s = [price(launch) for launch in graph.launches]
-            cut_s += seconds_of(graph.launches, in_order(graph), costs_s, modes._submit_s)
+            cut_s += seconds_of(graph.launches, in_order(graph), costs_s, modes.submit_s)
             start += m
         assert found.seconds[found.mode] <= min(cut_s, found.seconds["whole"]) * (1 + 1e-9)
         assert found.seconds["cut"] <= cut_s * (1 + 1e-9)

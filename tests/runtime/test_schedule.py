@@ -24,11 +24,11 @@ from hetero.runtime.program import RUN, SUBMIT, WAIT
 from hetero.runtime.schedule import (
     Await,
     Cost,
+    ListScheduler,
     Order,
     Orders,
     Schedule,
     Start,
-    _Listed,
     in_order,
     ordered,
     windows,
@@ -332,13 +332,13 @@ def test_an_order_is_found_once_and_not_kept_where_it_would_be_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     graph, searches = LaunchGraph.of(prompt_launches(2, 4)), []
-    listed = _Listed.schedule
+    listed = ListScheduler.schedule
 
     def counted(self: Any) -> Schedule:
         searches.append(self)
         return listed(self)
 
-    monkeypatch.setattr(_Listed, "schedule", counted)
+    monkeypatch.setattr(ListScheduler, "schedule", counted)
     orders = Orders("paper")
     first = orders.schedule(graph.launches, lambda _: 1.0)
     assert orders.schedule(graph.launches, lambda _: 2.0) == first
