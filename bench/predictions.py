@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 from common import CONTEXT, Rounds, context_of, finish, new_app, open_engine, table, timeline
 from parts.accuracy import accuracy
+from parts.hand_over import hand_over
 from parts.in_turns import plans
 from parts.left_out import left_out
 from parts.small import phases, small
@@ -38,6 +39,7 @@ app.command("accuracy")(accuracy)
 app.command("left-out")(left_out)
 app.command("small")(small)
 app.command("phases")(phases)
+app.command("hand-over")(hand_over)
 STEPS = 4  # of a round, of one token; of more, one
 
 

@@ -157,7 +157,7 @@ def serving(model: str, device: str, folder: str, *options: str) -> Iterator[str
         *options,
     ]
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "hetero.start", *words, *options],
+        [sys.executable, "-P", "-m", "hetero.start", *words],
         stdout=sys.stderr,
     )
     url, give_up_s = f"http://127.0.0.1:{port}", time.monotonic() + START_S

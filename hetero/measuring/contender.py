@@ -50,9 +50,12 @@ class Open:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Compute a prompt, and decode after it; with a `depth` each after so many tokens instead."""
+    """Compute a prompt, and decode after it; with a `depth` each after so many tokens instead.
 
-    prompt_tokens: int
+    Without a prompt (`None`), decode where the last round ended.
+    """
+
+    prompt_tokens: int | None
     decode_tokens: int
     depth: int | None = None
 
@@ -156,9 +159,12 @@ class Contestant:
         self.opened = self._ask(request, Opened, SILENCE_S, note)
         return self.opened
 
-    def round(self, prompt_tokens: int, decode_tokens: int, depth: int | None = None) -> Measured:
-        """Measure a round there, while no other contender does. Raises as `open`."""
-        limit_s = SILENCE_S + SLOWEST_TOKEN_S * (prompt_tokens + decode_tokens + (depth or 0))
+    def round(
+        self, prompt_tokens: int | None, decode_tokens: int, depth: int | None = None
+    ) -> Measured:
+        """Measure a `Round` there, while no other contender does. Raises as `open`."""
+        tokens = (prompt_tokens or 0) + decode_tokens + (depth or 0)
+        limit_s = SILENCE_S + SLOWEST_TOKEN_S * tokens
         request = Round(prompt_tokens=prompt_tokens, decode_tokens=decode_tokens, depth=depth)
         measured = self._ask(request, Measured, limit_s)
         self.peak_rss_bytes = max(self.peak_rss_bytes, measured.peak_rss_bytes)
@@ -236,8 +242,10 @@ class _Bench:
 
     def round(self, request: Round) -> Measured:
         """Measure both tests."""
-        prompt = _prompt(self.llm, request.prompt_tokens)
-        if request.depth is None:
+        prompt = _prompt(self.llm, request.prompt_tokens or 0)
+        if request.prompt_tokens is None:
+            prefill, decode = Sample(0.0, 0), _time_decode(self.llm, request.decode_tokens, 0)
+        elif request.depth is None:
             prefill, decode = time_round(self.llm, prompt, request.decode_tokens)
         else:
             depth = _prompt(self.llm, request.depth)

@@ -75,6 +75,8 @@ def test_a_contender_whose_turn_it_is_not_takes_no_processor(device: str) -> Non
     with Contestant(device) as entry:
         entry.open("demo", {"device": device}, print)
         assert entry.round(32, 4).decode.tokens_per_s > 0
+        further = entry.round(None, 4)  # behind the last one's tokens
+        assert further.decode.tokens_per_s > 0 == further.prefill.tokens_per_s
         time.sleep(0.2)  # threads that spin a little before they sleep
         before_s = cpu_s(entry.child.pid)
         time.sleep(0.5)
