@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from hetero.backends.errors import DeviceError
 from hetero.measuring.every_core import measure_every_core
 
 MODULES = ("argparse", "hetero", "jinja2", "json", "numpy", "onnxruntime", "re", "statistics")
@@ -47,8 +46,7 @@ def test_the_traps_work(planted: Path) -> None:
 
 @pytest.mark.full
 def test_measuring_every_core(planted: Path) -> None:
-    with pytest.raises(DeviceError, match="'' is not a valid WeightFormat"):
-        measure_every_core(())  # its process ends at once, having imported all
+    assert measure_every_core((), rounds=1) == []  # its processes have imported all
     assert not planted.exists()
 
 
