@@ -37,7 +37,7 @@ Checks = dict[str, Callable[[], object]]
 
 
 class City(pydantic.BaseModel):
-    """What schemas ask for."""
+    """The answer that schemas describe."""
 
     name: Literal["Paris", "Rome"]
 
@@ -64,8 +64,11 @@ def with_openai(at: Base) -> Checks:
     import openai
 
     client = openai.OpenAI(base_url=at.v1, api_key=KEY, max_retries=0)
+    return _chats(at, client) | _responses(at, client)
+
+
+def _chats(at: Base, client: Any) -> Checks:
     limit = {"model": at.model, "max_tokens": MOST}
-    own = {"model": at.model, "max_output_tokens": MOST}
     tools = [{"type": "function", "function": FUNCTION}]
 
     def chat(**options: Any) -> Any:
@@ -89,6 +92,30 @@ def with_openai(at: Base) -> Checks:
             for _ in stream:
                 pass
             true(stream.get_final_completion().choices[0].message.content)
+
+    return {
+        "models": lambda: true(at.model in [x.id for x in client.models.list()]),
+        "one model": lambda: true(client.models.retrieve(at.model).id == at.model),
+        "chat": lambda: true(chat().choices[0].message.content),
+        "stream": streamed,
+        "stream helper": helper,
+        "n": lambda: true(len(chat(n=2).choices) == 2),
+        "stop": lambda: true(" " not in chat(stop=" ").choices[0].message.content),
+        "logprobs": lambda: true(chat(logprobs=True, top_logprobs=2).choices[0].logprobs.content),
+        "parse": parsed,
+        "tools": forced,
+        "one tool": lambda: forced(parallel_tool_calls=False),
+        "completions": lambda: true(
+            client.completions.create(**limit, prompt="Once").choices[0].text
+        ),
+        "embeddings": lambda: true(
+            len(client.embeddings.create(model=at.model, input=["a", "b"]).data) == 2
+        ),
+    }
+
+
+def _responses(at: Base, client: Any) -> Checks:
+    own = {"model": at.model, "max_output_tokens": MOST}
 
     def responses_stream() -> None:
         with client.responses.stream(**own, input="Say hello.") as stream:
@@ -119,23 +146,6 @@ def with_openai(at: Base) -> Checks:
         true(done.output_parsed.name)
 
     return {
-        "models": lambda: true(at.model in [x.id for x in client.models.list()]),
-        "one model": lambda: true(client.models.retrieve(at.model).id == at.model),
-        "chat": lambda: true(chat().choices[0].message.content),
-        "stream": streamed,
-        "stream helper": helper,
-        "n": lambda: true(len(chat(n=2).choices) == 2),
-        "stop": lambda: true(" " not in chat(stop=" ").choices[0].message.content),
-        "logprobs": lambda: true(chat(logprobs=True, top_logprobs=2).choices[0].logprobs.content),
-        "parse": parsed,
-        "tools": forced,
-        "one tool": lambda: forced(parallel_tool_calls=False),
-        "completions": lambda: true(
-            client.completions.create(**limit, prompt="Once").choices[0].text
-        ),
-        "embeddings": lambda: true(
-            len(client.embeddings.create(model=at.model, input=["a", "b"]).data) == 2
-        ),
         "responses": lambda: true(client.responses.create(**own, input="Say hello.").output_text),
         "responses stream": responses_stream,
         "responses go on": goes_on,
@@ -422,7 +432,7 @@ def clients(
                     passed += 1
                 except Exception as error:  # the library's own, of any kind
                     failures.append(
-                        f"{client}, {check}: {traceback.format_exception_only(error)[-1]}"
+                        f"{client}, {check}: {traceback.format_exception_only(error)[-1].strip()}"
                     )
             rows.append([client, version, passed, len(checks)])
     table("client|version|passed|of", rows)

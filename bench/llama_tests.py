@@ -46,13 +46,10 @@ def unpack(source: Path, into: Path) -> Path:
     Raises `typer.BadParameter` where the source has none.
     """
     if source.is_dir():
-        found = next(
-            (x for x in (source, *source.rglob("llama.cpp")) if (x / TESTS).is_dir()), None
-        )
-        if found is not None:
+        trees = (x for x in (source, *source.rglob("llama.cpp")) if (x / TESTS).is_dir())
+        if (tree := next(trees, None)) is not None:
             for part in (TESTS, TEMPLATES):
-                shutil.copytree(found / part, into / part)
-            return into
+                shutil.copytree(tree / part, into / part)
     elif source.is_file():
         with tarfile.open(source) as archive:
             for member in archive:

@@ -1,4 +1,4 @@
-"""What it costs to go on decoding on another device behind a depth, and whether tokens change."""
+"""Time the hand-over of decoding to another device at a depth, and compare the tokens."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Final, Self, TypeAlias
@@ -25,11 +25,13 @@ from hetero.backends.host.json_child import ChildDiedError, JsonChild, serving
 from hetero.backends.host.time_limits import time_limit
 from hetero.backends.protocol import Device
 from hetero.backends.registry import EVERY_CORE
+from hetero.errors import UserError
 from hetero.models import model_spec, open_model
 from hetero.models.graph import model_graph
 from hetero.models.model_weights import ModelWeights
 from hetero.models.random_models import RandomWeights, known_config
 from hetero.placement.device_set import open_devices
+from hetero.profiler.errors import ProfileError
 from hetero.profiler.records import EveryCore, Phase
 from hetero.profiler.substitutes import FILE_SUBSTITUTES
 from hetero.runtime.engine import Engine
@@ -79,11 +81,13 @@ def measure_every_core(
                     for step, seconds in steps.items():
                         known = times[backend].setdefault(name, {})
                         known.setdefault(step, []).append(seconds)
-    except ChildDiedError as error:
+    except ProfileError:  # the checkpoint's
+        raise
+    except (OSError, ChildDiedError, ValueError) as error:
         raise DeviceError(
             EVERY_CORE,
             "measuring it in a process of its own",
-            f"that {error}",
+            str(error),
             "try the backend with `hetero bench`",
         ) from error
     return [
@@ -96,7 +100,7 @@ def measure_every_core(
 class Stepper:
     """A process that times both models on a backend: a context manager that ends it.
 
-    Raises `ChildDiedError` if the process ends by itself or takes too long.
+    Raises `ChildDiedError` if the process ends by itself, takes too long or says that it failed.
     """
 
     def __init__(self, backend: str, formats: Sequence[WeightFormat], cores: Sequence[int]) -> None:
@@ -121,7 +125,10 @@ class Stepper:
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         self._child.say(request)
-        return self._child.hear(time_limit(LIMIT_S))
+        answer = self._child.hear(time_limit(LIMIT_S))
+        if "failed" in answer:
+            raise ChildDiedError(answer["failed"])
+        return answer
 
 
 def _fit(name: WeightFormat, phase: Phase, cores: int, one: Times, every: Times) -> EveryCore:
@@ -203,23 +210,27 @@ def _models(backend: str, weight_format: WeightFormat) -> dict[str, _Model]:
 def main() -> None:
     """Open both models in each format, then time them at every message, until the input closes."""
     with serving() as (messages, write):
-        request = next(messages)
-        run_on(request["cores"])
-        models = {
-            name: _models(request["backend"], WeightFormat(name)) for name in request["weights"]
+        try:
+            _serve(messages, write)
+        except (UserError, DeviceError, MemoryError) as error:
+            write({"failed": str(error) or "out of memory"})
+
+
+def _serve(messages: Iterator[dict[str, Any]], write: Callable[[dict[str, Any]], None]) -> None:
+    request = next(messages)
+    run_on(request["cores"])
+    models = {name: _models(request["backend"], WeightFormat(name)) for name in request["weights"]}
+    write({})
+    for _ in messages:
+        times = {
+            name: {
+                f"{size} {phase}": seconds
+                for size, model in sizes.items()
+                for phase, seconds in model.seconds().items()
+            }
+            for name, sizes in models.items()
         }
-        write({})
-        for _ in messages:
-            write(
-                {
-                    name: {
-                        f"{size} {phase}": seconds
-                        for size, model in sizes.items()
-                        for phase, seconds in model.seconds().items()
-                    }
-                    for name, sizes in models.items()
-                }
-            )
+        write(times)
 
 
 if __name__ == "__main__":

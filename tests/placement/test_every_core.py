@@ -12,9 +12,15 @@ import pytest
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
+from hetero.backends.host.json_child import ChildDiedError
 from hetero.backends.registry import open_device
 from hetero.measuring import every_core
-from hetero.measuring.every_core import LAYERS, can_use_every_core, measure_every_core
+from hetero.measuring.every_core import (
+    LAYERS,
+    Stepper,
+    can_use_every_core,
+    measure_every_core,
+)
 from hetero.profiler.records import EveryCore
 
 SMALL_S, LARGE_S = 2e-4, 3e-3  # steps on one core
@@ -78,8 +84,16 @@ def test_a_process_that_fails_is_an_error(
     python.write_text("#!/bin/sh\necho no such thing >&2\nexit 3\n", encoding="utf-8")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(DeviceError, match=r"opencl-cores: measuring it .* failed: that .*3"):
+    with pytest.raises(
+        DeviceError, match=r"opencl-cores: measuring it .* failed: ended with exit code 3"
+    ):
         measure_every_core((WeightFormat.W4A8,))
+
+
+@pytest.mark.full
+def test_a_process_says_what_failed_in_it() -> None:
+    with pytest.raises(ChildDiedError, match="nope"), Stepper("nope", [WeightFormat.W4A8], [0]):
+        pass
 
 
 @pytest.mark.full

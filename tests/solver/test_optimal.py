@@ -90,14 +90,14 @@ def test_paths_without_gpu_operators_between_are_solved_exactly(seed: int) -> No
     costs = [priced(stage, Objective()) for stage in stages]
     head, block, tail = costs[:1], costs[1:4], costs[4:]
     layers = int(rng.integers(1, 5))
-    found = solve_layers(head, [Repeated(block, layers)], tail)
+    path = solve_layers(head, [Repeated(block, layers)], tail)
     best = min(_walk_all(combo, [1] * layers) for combo in itertools.product(*stages))
     if best == np.inf:
-        assert found is None
+        assert path is None
     else:
-        assert found is not None
-        assert found.cost == pytest.approx(best)
-        assert walk(found).seconds == pytest.approx(best)
+        assert path is not None
+        assert path.cost == pytest.approx(best)
+        assert walk(path).seconds == pytest.approx(best)
 
 
 @pytest.mark.parametrize("seed", range(examples(200, 600)))
@@ -109,16 +109,16 @@ def test_layers_of_two_kinds_cost_the_same_in_any_order(seed: int) -> None:
     head, first, second, tail = costs[:1], costs[1:4], costs[4:6], costs[6:]
     order = [1, *rng.integers(1, 3, size=rng.integers(0, 4)).tolist(), 2]
     kinds = [Repeated(first, order.count(1)), Repeated(second, order.count(2))]
-    found = solve_layers(head, kinds, tail)
+    path = solve_layers(head, kinds, tail)
     ways = [x for x in itertools.product(*stages) if x[3].leaves == x[5].leaves]
     best = min((_walk_all(combo, order) for combo in ways), default=np.inf)
     if best == np.inf:
-        assert found is None
+        assert path is None
     else:
-        assert found is not None
-        assert found.cost == pytest.approx(best)
-        assert walk(found).seconds == pytest.approx(best)
-        assert len(found.block) == 5
+        assert path is not None
+        assert path.cost == pytest.approx(best)
+        assert walk(path).seconds == pytest.approx(best)
+        assert len(path.block) == 5
 
 
 def _random_option(rng: np.random.Generator) -> Option:
@@ -277,8 +277,8 @@ def test_time_falls_as_memory_rises(seed: int) -> None:
         times = []
         for part in (1.0, 1.2, 1.5, 2.0):
             limits = Limits()._replace(**{name: part * once})
-            found = solve_limited(planner, scenarios, limits, places=99)
-            times.append(sum(s.seconds for s in found))
+            solutions = solve_limited(planner, scenarios, limits, places=99)
+            times.append(sum(s.seconds for s in solutions))
         assert all(b <= a * (1 + 1e-6) for a, b in itertools.pairwise(times)), (name, times)
 
 
