@@ -27,6 +27,7 @@ from pydantic import (
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import OperandOrder
 from hetero.backends.protocol import Capabilities, Device, DeviceKind, PerGraphSize
+from hetero.backends.registry import EVERY_CORE
 from hetero.profiler import profile_files
 from hetero.profiler.device_model import DeviceModel
 from hetero.profiler.errors import ProfileError, ProfileWarning
@@ -657,17 +658,23 @@ class DeviceProfile(Record):
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
 
     def differences(self, devices: Iterable[Device]) -> list[str]:
-        """Return how open devices differ from those measured; empty if the profile is theirs."""
+        """Return how open devices differ from those measured; empty if the profile is theirs.
+
+        A profile of one core has the speed of every core of it, too (`every_core`).
+        """
         differences = []
         for device in devices:
             kind = device.capabilities.kind
-            measured = self.devices.get(kind)
+            measured, info = self.devices.get(kind), device.info
             if measured is None:
                 differences.append(f"it has no {kind}")
-            elif measured.fingerprint != device.info.fingerprint:
+            elif measured.fingerprint != info.fingerprint and not (
+                info.backend == EVERY_CORE
+                and (measured.name, measured.driver) == (info.name, info.driver)
+            ):
                 differences.append(
                     f"its {kind} is {measured.name} ({measured.backend}, {measured.driver}), "
-                    f"here is {device.info.name} ({device.info.backend}, {device.info.driver})"
+                    f"here is {info.name} ({info.backend}, {info.driver})"
                 )
         return differences
 

@@ -6,7 +6,9 @@ import contextlib
 import json
 import random
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from hetero.backends import null
+from hetero.backends.registry import EVERY_CORE
 from hetero.profiler import profile_files
 from hetero.profiler.errors import ProfileError, ProfileWarning
 from hetero.profiler.records import (
@@ -193,6 +196,15 @@ def test_a_profile_of_other_devices_warns_and_its_own_does_not() -> None:
         small_profile().warn_if_foreign([gpu])
     with pytest.warns(ProfileWarning, match="it has no npu"):
         own.warn_if_foreign([gpu, null.open(kind="npu")])
+
+
+def test_every_core_of_a_measured_device_is_no_other_machine() -> None:
+    gpu: Any = null.open(kind="gpu")
+    own = small_profile(devices={"gpu": DeviceRecord.of(gpu)})
+    every = replace(gpu.info, backend=EVERY_CORE, details={"threads": "2"})
+    for info, same in ((every, True), (replace(every, driver="another"), False)):
+        device: Any = SimpleNamespace(capabilities=gpu.capabilities, info=info)
+        assert bool(own.differences([device])) is not same
 
 
 def test_an_unwritable_place_is_a_sentence(tmp_path: Path) -> None:
