@@ -79,8 +79,8 @@ def measure(
     """Return the times by contender with answers of each length (rising), and what each opened.
 
     Each contender has a process of its own; they compute in turns. A longer answer goes on behind
-    the shorter one. A device alone that takes `slow` times as long as the best one in both phases
-    when it warms up is left out.
+    the shorter one. Of the devices alone on a core one that takes `slow` times as long as the other
+    in both phases when it warms up is left out.
     """
     with ExitStack() as stack:
         entries = {name: stack.enter_context(Contestant(str(name))) for name in contenders}
@@ -90,8 +90,13 @@ def measure(
             entries[name].open(model, options, lambda _: None)
             rates = entries[name].round(m, 8)
             warm[name] = rates.prefill.tokens_per_s, rates.decode.tokens_per_s
-        least = [max(x) / slow for x in zip(*warm.values(), strict=True)]
-        for name in [x for x, own in contenders.items() if own["device"] in ("gpu", "npu")]:
+        alone = [
+            name
+            for name, own in contenders.items()
+            if own["device"] in ("gpu", "npu") and own.get("gpu") != EVERY_CORE
+        ]
+        least = [max(x) / slow for x in zip(*(warm[x] for x in alone), strict=True)]
+        for name in alone:
             if all(rate < bound for rate, bound in zip(warm[name], least, strict=True)):
                 del entries[name]
         times = [{name: Times() for name in entries} for _ in answers]
