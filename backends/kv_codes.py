@@ -6,7 +6,7 @@ Notation: G key/value heads, T tokens, D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from hetero.backends.kv_rows import CacheRows
 from hetero.backends.ops import DecodeChunks
 
 Array: TypeAlias = npt.NDArray[Any]
+OWN_BITS: Final = {8: (8, 8), 6: (8, 4), 4: (4, 4), 3: (4, 2), 2: (2, 2)}  # of keys, of values
 
 
 def decoded(
@@ -26,7 +27,7 @@ def decoded(
     by_token: bool,
     keys_by_token: bool = False,
 ) -> Array:
-    """Return float32 [n, 2, G, T, D] of n chunks in 8, 4, 3 or 2 bits.
+    """Return float32 [n, 2, G, T, D] of n chunks in 8 to 2 bits.
 
     Their planes are uint8 [n, bytes].
 
@@ -38,7 +39,7 @@ def decoded(
     codes, amplitudes = unpacked(bits, planes, heads * sum(rows))
     values = codes.astype(np.float32).reshape(len(codes), 2, *shape)
     scale = spread(amplitudes.astype(np.float32), heads, rows)
-    for kind, own in enumerate((4, 2) if bits == 3 else (bits, bits)):
+    for kind, own in enumerate(OWN_BITS[bits]):
         values[:, kind] += np.float32(0.5 - 2.0 ** (own - 1))
         scale[:, kind] *= np.float32(2.0 ** (1 - own))
     values[:, 1] *= scale[:, 1]
@@ -50,16 +51,12 @@ def unpacked(bits: int, planes: Sequence[Array], count: int) -> tuple[Array, Arr
     """Return codes uint8 [n, values] of n chunks, and their `count` amplitudes, fp16 [n, count]."""
     amplitudes = np.ascontiguousarray(planes[0][:, : 2 * count]).view(np.float16)
     codes = unpacked2(planes[0][:, 2 * count :])  # words of four codes
-    if bits == 3:
-        keys = codes[:, : codes.shape[1] // 2]
-        keys <<= 2
-        keys |= unpacked2(planes[1])
-    elif bits > 2:
-        codes <<= 2
-        codes |= unpacked2(planes[1])
-    if bits > 4:
-        codes <<= 4
-        codes |= unpacked4(planes[2])
+    for plane, unpack, width, least in ((1, unpacked2, 2, 4), (2, unpacked4, 4, 8)):
+        of_keys, of_values = (x >= least for x in OWN_BITS[bits])
+        if of_keys:
+            longer = codes if of_values else codes[:, : codes.shape[1] // 2]
+            longer <<= width
+            longer |= unpack(planes[plane])
     return codes.view(np.uint8), amplitudes
 
 
@@ -105,7 +102,7 @@ def decode_chunks(op: DecodeChunks, channels: Array, arrays: dict[str, Array]) -
     quarter, by_channel = op.values // 4, channels.reshape(op.kv_heads, op.head_dim)
     caches = [CacheRows(arrays[port], op.kv, op.head_dim) for port in ("k_cache", "v_cache")]
     moves = op.kv.coded and np.array_equal(caches[0].channels, by_channel)
-    for bits in (16, 8, 4, 3, 2):
+    for bits in (16, *OWN_BITS):
         rows = table[table[:, 1] == bits]
         if not len(rows):
             continue
@@ -159,13 +156,13 @@ def random_chunks(
 
     They are for self-tests and tests.
 
-    Every sixth row is none.
+    Every seventh row is none.
     """
     codes = random.integers(0, 256, op.room, np.uint8)
     slots = random.permutation(op.capacity // op.tokens)[:m]
     table, at = np.zeros((m, 3), np.int32), 0
     for i in range(m):
-        bits = (8, 4, 16, 3, 2, 0)[i % 6]
+        bits = (8, 4, 16, 3, 2, 6, 0)[i % 7]
         table[i] = slots[i] * op.tokens, bits, at
         floats = {0: 0, 16: op.values}.get(bits, op.amplitudes)
         codes[at : at + 2 * floats] = (

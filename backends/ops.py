@@ -307,12 +307,12 @@ class DecodeChunks:
     """Codes of m chunks of keys and values of one layer, written into the caches (LLMS, 3.2).
 
     A chunk is `tokens` tokens T, stored in `codes` as n = 2·G·T·D codes, keys before values, each
-    [G, T, D]. With 16 bits they are float16. With 8, 4, 3 or 2 fp16 amplitudes come first: one for
-    each head of the keys (`keys_by_token`: for each of its tokens), then one for each head of the
-    values (`by_token`: likewise). Then come the upper two bits of all codes, four in a byte, the
-    first in the lowest bits (n/4 bytes); with 4 bits and more the next two in the same way; with 8
-    the lower four, two in a byte (n/2 bytes). "3" are 4 of keys (n/8 bytes) and 2 of values. A code
-    c of b bits stands for
+    [G, T, D]. With 16 bits they are float16. With 8 to 2 fp16 amplitudes come first: one for each
+    head of the keys (`keys_by_token`: for each of its tokens), then one for each head of the values
+    (`by_token`: likewise). Then come the upper two bits of all codes, four in a byte, the first in
+    the lowest bits (n/4 bytes); with 4 bits and more the next two in the same way; with 8 the lower
+    four, two in a byte (n/2 bytes). "3" are 4 of keys (n/8 bytes) and 2 of values, "6" are 8 of
+    keys (n/4 bytes) and 4 of values. A code c of b bits stands for
 
         (c + 1/2 - 2^(b-1)) · s,  s = amplitude · 2^(1-b) (· channels[g, d], for keys)
 
@@ -358,7 +358,7 @@ class DecodeChunks:
         return self.tokens if self.keys_by_token else 1, self.tokens if self.by_token else 1
 
     def chunk_bytes(self, bits: int) -> int:
-        """Return that a chunk takes in `codes`."""
+        """Return what a chunk takes in `codes`."""
         return bits * self.values // 8 + (0 if bits > 8 else 2 * self.amplitudes)
 
 

@@ -27,11 +27,11 @@ import typer
 from common import finish, integers, new_app, table
 from lab.forecasts import ForecastService, learned, oracle, recency
 from lab.managers import HETERO, MANAGERS, Manager, contenders
-from lab.simulated import Call, Machine, SimulatedService, most_tokens
+from lab.simulated import Call, Machine, SimulatedService, most_tokens, simulated_codec
 from parts import context_figures
 
 from hetero.arguments import check_one_of
-from hetero.contexts.codec import CHUNK_TOKENS, HALF, NESTED, RAW, ChunkCodec
+from hetero.contexts.codec import CHUNK_TOKENS, HALF, MIXED, NESTED, RAW, ChunkCodec
 from hetero.contexts.load_plan import Rates
 from hetero.contexts.service import AppContext, Service
 from hetero.generation.llm import LLM
@@ -113,7 +113,7 @@ def simulated_rates(
         read_bytes_per_s=disk_bytes_per_s,
         read_latency_s=0.01 if disk_bytes_per_s < 2e8 else 1e-4,
         read_chunk_s=1e-4,
-        chunk_s=dict.fromkeys((*NESTED, HALF, RAW), chunk_s),
+        chunk_s=dict.fromkeys((*NESTED, HALF, RAW, MIXED), chunk_s),
         run_s=1e-3,
     )
 
@@ -141,7 +141,7 @@ def simulate(
     """The whole sweep. A prompt takes 20 ms and what its tokens take; reading a chunk 0.1 ms and
     what its bytes take; writing is half as fast.
     """
-    codec, rows, everything = ChunkCodec(LLAMA), [], chain.from_iterable
+    codec, rows, everything = simulated_codec(LLAMA), [], chain.from_iterable
     removed = [x for x in without.split(",") if x]
     for disk, speed in DISKS.items():
         rates = simulated_rates(codec, speed, tokens_per_s, decode)
@@ -171,7 +171,7 @@ def next_context(
     tokens_per_s: float = 600.0,
 ) -> None:
     """Compare rules that forecast the next context: mean latencies of a call, ms."""
-    codec, rows = ChunkCodec(LLAMA), []
+    codec, rows = simulated_codec(LLAMA), []
     for disk, speed in DISKS.items():
         rates = simulated_rates(codec, speed, tokens_per_s)
         machine = Machine(rates=rates, write_bytes_per_s=speed / 2, encode_bytes_per_s=0.2e9)

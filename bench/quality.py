@@ -2,6 +2,7 @@
 
 python bench/quality.py forms MODEL --text FILE --calibrate OTHER -s 15% -s naive
 python bench/quality.py outliers MODEL --text FILE --calibrate OTHER    # with outliers folded in
+python bench/quality.py excess MODEL --calibrate FILE --text OTHER    # outliers that it lacks
 python bench/quality.py formats FILE.gguf --text FILE    # weights and caches, and llama.cpp's
 python bench/quality.py kept MODEL --text FILE --bits 8 --bits mixed    # keys and values
 """
@@ -16,6 +17,7 @@ from common import finish, new_app, table
 from lab.kv_quality import RANDOM, KvQuality, kv_quality
 from lab.perplexities import scores
 from lab.schemes import Schemes
+from parts.excess import excess
 from parts.outliers import outliers
 
 from hetero.backends.formats import WeightFormat
@@ -25,6 +27,7 @@ from hetero.measuring.evaluation import DEFAULT_WINDOW, evaluate, read_tokens
 
 app = new_app(__doc__)
 app.command("outliers")(outliers)
+app.command("excess")(excess)
 
 Text = Annotated[Path, typer.Option(help="in UTF-8")]
 Limit = Annotated[int | None, typer.Option(help="score this much of the text")]
@@ -79,7 +82,7 @@ def kept(
     text: Text,
     bits: Annotated[list[str], typer.Option(help="see lab/kv_quality.py")],
     ratio: Annotated[float, typer.Option(help="of mixed, of the bytes at 8")] = 0.5,
-    seeds: Annotated[int, typer.Option(help="random orders of mixed bits")] = 0,
+    seeds: Annotated[int, typer.Option(help="random orders of layers of mixed bits")] = 0,
     weights: str | None = None,
     max_tokens: Limit = None,
     window: Window = 0,
@@ -101,13 +104,13 @@ def kept(
 
 
 def by_chance(found: dict[str, KvQuality]) -> list[str]:
-    """How many random orders of its bits `mixed` beats."""
+    """How many random orders of its layers `mixed` beats."""
     others = [x.kl_mean for name, x in found.items() if name.startswith(RANDOM)]
     if not others:
         return []
     better = sum(found["mixed"].kl_mean < kl for kl in others)
     return [
-        f"mixed is closer than {better} of {len(others)} random orders of its bits "
+        f"mixed is closer than {better} of {len(others)} random orders of its layers "
         f"(KL {min(others):.6f} to {max(others):.6f})"
     ]
 

@@ -337,7 +337,7 @@ def decode_chunks(op: ops.DecodeChunks, channels: Array) -> tuple[Program, int]:
 
 def _each(bits: int) -> tuple[int, int]:
     """Return the bits of keys and of values."""
-    return (4, 2) if bits == 3 else (bits, bits)
+    return {3: (4, 2), 6: (8, 4)}.get(bits, (bits, bits))
 
 
 def _codes(op: ops.DecodeChunks, part: Array, bits: int) -> tuple[Array, Array]:
@@ -352,8 +352,9 @@ def _codes(op: ops.DecodeChunks, part: Array, bits: int) -> tuple[Array, Array]:
     more = at if bits > 3 else of_keys[: len(of_keys) * (bits > 2)]
     middle = (part[split + quarter + more // 4] >> (2 * (more % 4))) & 3
     codes[: len(more)] = codes[: len(more)] << 2 | middle
-    if bits > 4:
-        codes = codes << 4 | (part[split + 2 * quarter + at // 2] >> (4 * (at % 2))) & 15
+    more = at if bits > 6 else of_keys[: len(of_keys) * (bits > 4)]
+    lower = (part[split + 2 * quarter + more // 2] >> (4 * (more % 2))) & 15
+    codes[: len(more)] = codes[: len(more)] << 4 | lower
     amplitudes = np.frombuffer(part[:split].tobytes(), np.float16).astype(np.float32)
     heads, rows = op.kv_heads, op.amplitude_rows
     scale = np.empty((2, heads, op.tokens, op.head_dim), np.float32)

@@ -16,16 +16,17 @@ from typing import Any, Final
 import numpy as np
 
 from hetero.contexts.chunks import Chunk, first_bits, spans
-from hetero.contexts.codec import CHUNK_TOKENS, FIRST_VERSIONS, ChunkCodec
+from hetero.contexts.codec import CHUNK_TOKENS, FIRST_VERSIONS, MIXED, ChunkCodec
+from hetero.contexts.layer_bits import by_layer, measure_layers
 from hetero.contexts.measured import SAMPLE_TEXT, measure_channels
-from hetero.contexts.ratios import newest, paper
+from hetero.contexts.ratios import paper
 from hetero.errors import UserError
 from hetero.generation.llm import LLM
 from hetero.generation.sampling import log_softmax
 from hetero.runtime.kv.attention_stats import ScoreStats
 from hetero.runtime.kv.context import Context
 
-RANDOM: Final = "random"  # mixed bits, by densities in another order
+RANDOM: Final = "random"  # mixed bits, of other layers
 Chooser = Callable[[Sequence[float]], list[int]]
 # From keys and values [L, 2, G, T, D], and densities of chunks, to what is read back, and bytes.
 Way = Callable[[Any, Sequence[float]], tuple[Any, int]]
@@ -72,8 +73,8 @@ def kv_quality(
     """Return qualities by name: `exact`, then `ways`.
 
     These are bits (8, 4, 3, 2), bits of the first version's codec (`first 4`), `kivi 3` (keys by
-    channel, values by token), `mixed`, its bits in the order of densities (`density`), and `paper`.
-    With `mixed`, `seeds` random orders of its bits follow. Raises `UserError` for too little text.
+    channel, values by token), `mixed` (bits by layer), and `paper` (by density of chunks). With
+    `mixed`, `seeds` random orders of its layers follow. Raises `UserError` for too little text.
     """
     half = window // 2 // CHUNK_TOKENS * CHUNK_TOKENS
     starts = range(0, len(tokens) - window + 1, window)
@@ -93,6 +94,12 @@ def kv_quality(
         shape = layout.layers, layout.kv_heads, layout.head_dim
         scales = np.array(facts["channels"], np.float32).reshape(shape)
         codec = ChunkCodec(layout, scales)
+        if "mixed" in ways:
+            text = llm.encode(SAMPLE_TEXT)
+            losses = measure_layers(context, codec, text, llm.engine, ratio)
+            bits = by_layer(losses, codec, ratio)
+            orders = (np.random.default_rng(x).permutation(bits).tolist() for x in range(seeds))
+            codec = ChunkCodec(layout, scales, mixed=[bits, *orders])
         first = ChunkCodec(layout, scales, FIRST_VERSIONS[0])
         coders = {
             way: _kivi(int(way[4:]))
@@ -102,7 +109,7 @@ def kv_quality(
             if way.startswith(("kivi", "first"))
         }
         others = [way for way in ways if way not in coders]
-        choosers = dict(_choosers(others, codec, ratio, seeds))
+        choosers = dict(_choosers(others, ratio, seeds))
         coders |= {name: _coded(codec, choose) for name, choose in choosers.items()}
         scores = {name: _Scores() for name in ("exact", *coders)}
         eight = len(starts) * half // CHUNK_TOKENS * codec.nbytes(CHUNK_TOKENS, 8)
@@ -120,33 +127,13 @@ def _prefill(llm: LLM, context: Context) -> Callable[[Sequence[int]], Any]:
     return prefill
 
 
-def _choosers(
-    ways: Sequence[str], codec: ChunkCodec, ratio: float, seeds: int
-) -> Iterator[tuple[str, Chooser]]:
+def _choosers(ways: Sequence[str], ratio: float, seeds: int) -> Iterator[tuple[str, Chooser]]:
     """Return functions from the densities of chunks to their bits."""
-    sizes = {bits: codec.nbytes(CHUNK_TOKENS, bits) for bits in codec.nested}
-
-    def mixed(densities: Sequence[float]) -> list[int]:
-        return newest(len(densities), ratio, sizes)
-
-    def dense(densities: Sequence[float]) -> list[int]:
-        first, *others = mixed(densities)
-        order = np.argsort(np.argsort(densities[1:], kind="stable"), kind="stable")
-        return [first, *(sorted(others)[i] for i in order)]
-
     for way in ways:
         if way == "mixed":
-            yield way, mixed
+            yield way, partial(_same, MIXED)
             for seed in range(seeds):
-                random = np.random.default_rng(seed)
-
-                def shuffled(densities: Sequence[float], random: Any = random) -> list[int]:
-                    first, *others = mixed(densities)
-                    return [first, *random.permutation(others)]
-
-                yield f"{RANDOM} {seed}", shuffled
-        elif way == "density":
-            yield way, dense
+                yield f"{RANDOM} {seed}", partial(_same, MIXED + 1 + seed)
         elif way == "paper":
             yield way, lambda densities: paper(densities, ratio)
         else:

@@ -15,9 +15,11 @@ import numpy as np
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk, Place
-from hetero.contexts.codec import RAW, ChunkCodec, Codes
+from hetero.contexts.codec import MIXED, RAW, ChunkCodec, Codes
 from hetero.contexts.compression import Compression
+from hetero.contexts.layer_bits import alike, by_layer
 from hetero.contexts.load_plan import LoadItem, Rates, plan_load
+from hetero.runtime.kv.kv_cache import CacheLayout
 from lab.managers import Manager
 
 
@@ -38,6 +40,12 @@ class Call:
     context: int
     prompt: int
     answer: int
+
+
+def simulated_codec(layout: CacheLayout, ratio: float = 0.5) -> ChunkCodec:
+    """Return a codec whose mixed bits have this part of the bytes at 8 bits."""
+    bits = by_layer(alike(layout.layers), ChunkCodec(layout), ratio)
+    return ChunkCodec(layout, mixed=[bits])
 
 
 def most_tokens(calls: Sequence[Call], window: int) -> int:
@@ -76,7 +84,8 @@ class SimulatedService:
     ) -> None:
         self.codec, self.machine, self.manager = codec, machine, manager
         self.memory = ChunkMemory(ByteBudget(memory_bytes), manager.eviction)
-        self.compression = Compression(manager.kv_bits, ratio, "newest", codec)
+        self.compression = Compression(manager.kv_bits, ratio, "layers")
+        self.compression.mixed = MIXED + len(codec.mixed) - 1
         self.written_bytes = 0
         self._random = np.random.default_rng(seed)
         self._clock, self._encoded_s = 0, 0.0
@@ -163,11 +172,12 @@ class SimulatedService:
     def _codes(self, chunk: Chunk) -> Codes:
         """Of no contents: one byte that is everywhere."""
         bits, none = chunk.bits if chunk.full else RAW, np.zeros(1, np.uint8)
-        sizes = self.codec.plane_bytes(len(chunk.tokens), bits, 0)  # of layers that are alike
-        planes: tuple[Any, ...] = tuple(
-            np.broadcast_to(none, (self.codec.layers, size)) for size in sizes
-        )
-        return Codes(bits, len(chunk.tokens), planes)
+        size = self.codec.nbytes(len(chunk.tokens), bits)
+        planes: list[Any] = [np.broadcast_to(none, size)]
+        if bits in self.codec.nested:  # which may be lowered
+            sizes = self.codec.plane_bytes(len(chunk.tokens), bits, 0)  # of layers that are alike
+            planes = [np.broadcast_to(none, (self.codec.layers, x)) for x in sizes]
+        return Codes(bits, len(chunk.tokens), tuple(planes))
 
     def _write_back(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:

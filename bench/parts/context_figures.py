@@ -10,10 +10,10 @@ from functools import cache
 from unittest.mock import patch
 
 from lab.managers import MANAGERS
-from lab.simulated import Call, Machine, SimulatedService
+from lab.simulated import Call, Machine, SimulatedService, simulated_codec
 
-from hetero.contexts import chunks, codec, compression, load_plan
-from hetero.contexts.codec import HALF, NESTED, RAW, ChunkCodec
+from hetero.contexts import chunks, codec, layer_bits, load_plan
+from hetero.contexts.codec import HALF, MIXED, NESTED, RAW, ChunkCodec
 from hetero.contexts.load_plan import Rates
 from hetero.models.random_models import KNOWN_MODELS
 from hetero.placement.planning import plan
@@ -52,7 +52,7 @@ def machine(read_bytes_per_s: float = DISK_BYTES_PER_S) -> Machine:
         read_bytes_per_s=read_bytes_per_s,
         read_latency_s=1e-4,
         read_chunk_s=1e-4,
-        chunk_s=dict.fromkeys((*NESTED, HALF, RAW), raw / 5e9),
+        chunk_s=dict.fromkeys((*NESTED, HALF, RAW, MIXED), raw / 5e9),
         run_s=1e-3,
     )
     return Machine(rates=rates, write_bytes_per_s=read_bytes_per_s / 2, encode_bytes_per_s=0.2e9)
@@ -68,7 +68,7 @@ class Bench:
         self, name: str, contexts: int, budget: int, window: int = WINDOW, per_hour: float = 12
     ) -> float:
         """Return the mean latency of a call on a context that has a text."""
-        service = SimulatedService(ChunkCodec(LAYOUT), machine(), MANAGERS[name], budget)
+        service = SimulatedService(simulated_codec(LAYOUT), machine(), MANAGERS[name], budget)
         times = service.run(self.trace(contexts, window, per_hour), window)
         return statistics.fmean(times) if times else 0.0
 
@@ -127,7 +127,7 @@ def compared(most: Mapping[str, float]) -> list[str]:
 def chunks_of(tokens: int) -> Iterator[None]:
     """Let chunks have so many tokens: a constant everywhere else."""
     with ExitStack() as stack:
-        for module in (chunks, codec, compression, load_plan):
+        for module in (chunks, codec, layer_bits, load_plan):
             stack.enter_context(patch.object(module, "CHUNK_TOKENS", tokens))
         yield
 

@@ -81,7 +81,10 @@ def serve_command(
         int, typer.Option(min=1, help="Conversations that an app may have.")
     ] = 8,
     kv_bits: Annotated[
-        KvBitsChoice, typer.Option(help="Of kept keys and values; few are lossy.")
+        KvBitsChoice,
+        typer.Option(
+            help="Of kept keys and values; few are lossy; mixed: by layer, measured first."
+        ),
     ] = KvBitsChoice.EIGHT,
     kv_ratio: Annotated[
         float,

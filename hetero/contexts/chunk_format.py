@@ -21,7 +21,7 @@ import os
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -34,6 +34,7 @@ from hetero.contexts.chunks import Place
 from hetero.contexts.codec import (
     CHUNK_TOKENS,
     HALF,
+    MIXED,
     NESTED,
     RAW,
     STATES,
@@ -86,6 +87,9 @@ class ChunkFormat:
     def __init__(self, codec: ChunkCodec, vault: Vault | None) -> None:
         self.codec, self._vault = codec, vault
         self._tail = _CRC.size if vault is None else TAG_BYTES  # after a block
+        mixed = range(MIXED, MIXED + len(codec.mixed))
+        kinds = (*NESTED, HALF, RAW, *mixed)
+        self._most = {STATES: 1 << 40} | dict.fromkeys(kinds, CHUNK_TOKENS)
 
     def room(self, entries: Sequence[Entry]) -> int:
         """Return how many bytes a file of these chunks takes at most."""
@@ -125,7 +129,7 @@ class ChunkFormat:
             if self._vault is not None:
                 box = self._vault.box("chunks", header[:SALT_BYTES])
                 text = box.open(header[SALT_BYTES:], SEALED_MAGIC)
-            entries = tuple(_entry(item) for item in json.loads(text))
+            entries = tuple(_entry(item, self._most) for item in json.loads(text))
             size = path.stat().st_size
         except (OSError, struct.error, ValueError, TypeError, RecursionError, SealError):
             return None
@@ -245,10 +249,12 @@ def _plane(
     return body if whole else None
 
 
-def _entry(item: Any) -> Entry:
-    """Return a header's entry. Raises `ValueError` or `TypeError` for what is none."""
+def _entry(item: Any, most: Mapping[int, int]) -> Entry:
+    """Return a header's entry; `most` are the tokens that it may have, by bits.
+
+    Raises `ValueError` or `TypeError` for what is none.
+    """
     key, tokens, bits, density = item
-    most = {STATES: 1 << 40} | dict.fromkeys((*NESTED, HALF, RAW), CHUNK_TOKENS)
     if not (isinstance(tokens, int) and 0 < tokens <= most.get(bits, 0)):
         raise ValueError("no chunk")
     return Entry(bytes.fromhex(key), tokens, bits, float(density))

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunks import Chunk, ChunkTable
-from hetero.contexts.codec import Codes
+from hetero.contexts.codec import MIXED, Codes
 from hetero.contexts.eviction import Policy, victims
 
 
@@ -97,7 +97,8 @@ class ChunkMemory:
     def lower(self, chunk: Chunk, bits: int) -> None:
         """Limit a chunk to `bits` bits, for good.
 
-        Floats (16 bits and more) are left alone, and chunks that are not full, which are floats.
+        Floats and mixed bits (16 and more) are left alone, and chunks that are not full, which are
+        floats.
         """
         with self.lock:
             if max(bits, chunk.bits) > 8 or bits >= chunk.bits or not chunk.full:
@@ -132,12 +133,16 @@ class ChunkMemory:
                     chunk.pins -= 1
 
     def histogram(self, chunks: Iterable[Chunk]) -> dict[str, int]:
-        """Count chunks by where they are: bits in memory, only on "disk", or only as "text"."""
+        """Count chunks by where they are: bits in memory, only on "disk", or only as "text".
+
+        "mixed" are bits by layer.
+        """
         counts: Counter[str] = Counter()
         with self.lock:
             for chunk in chunks:
                 if chunk.codes is not None:
-                    counts[str(chunk.codes.bits)] += 1
+                    bits = chunk.codes.bits
+                    counts["mixed" if bits >= MIXED else str(bits)] += 1
                 else:
                     counts["text" if chunk.place is None else "disk"] += 1
         return dict(counts)

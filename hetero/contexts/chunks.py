@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hetero.contexts.codec import CHUNK_TOKENS, RAW, STATES, Codes
+from hetero.contexts.codec import CHUNK_TOKENS, MIXED, RAW, STATES, Codes
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Chunk:
     def readable_bits(self) -> int:
         """Return the bits to read from the disk: what is there, or fewer where it may have fewer.
 
-        Floats (16 bits and more) are read as they are.
+        Floats and mixed bits (16 and more) are read as they are.
         """
         assert self.place is not None
         floats = max(self.place.bits, self.bits) > 8
@@ -110,7 +110,7 @@ def first_bits(bits: int) -> int:
 
     Much of all attention rests on the first tokens, so what they lose, every token loses.
     """
-    return max(bits, 8)
+    return bits if 8 < bits < MIXED else 8
 
 
 def spans(tokens: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:

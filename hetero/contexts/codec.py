@@ -16,6 +16,9 @@ lower four. 2, 3, 4 and 8 bits are one to four planes (in folders of `FIRST_VERS
 token's keys do not fill bytes, both planes in the middle are one, and there are no 3 bits). 32 bits
 are one plane of the float32 values themselves, which is exact, 16 bits one of float16.
 
+In `mixed` bits each layer has its own: 8, 6 (8 of keys and 4 of values), 4, 3 or 2. Such a chunk is
+one plane, a layer's bytes the first ones of those that it has at 8 bits. It is not lowered.
+
 The values that share an amplitude are the chunk's T·D values of a layer and head; where D is at
 least 64, each token's D (folders of `FIRST_VERSIONS`: only of values). One token of a chunk whose
 keys are larger would otherwise cost the others most of their bits. Amplitudes count as bytes.
@@ -32,14 +35,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.kv_codes import decoded, spread, unpacked
+from hetero.backends.kv_codes import OWN_BITS, decoded, spread, unpacked
 from hetero.backends.kv_rows import CacheRows, rounded_up
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 
@@ -49,13 +52,14 @@ CHUNK_TOKENS: Final = 16
 RAW: Final = 32
 HALF: Final = 16
 STATES: Final = 64  # in the place of a chunk's bits: it is the states of layers, exact
+MIXED: Final = 128  # and above, likewise: bits by layer, `ChunkCodec.mixed`
 DECODED_TOGETHER: Final = 1 << 15  # values: more are fresh pages for every step of decoding
 NESTED: Final = (8, 4, 3, 2)
 TOKEN_AMPLITUDES_FROM: Final = 64  # head sizes that have an amplitude for each token
 
 Array: TypeAlias = npt.NDArray[Any]
-_PLANES: Final = {STATES: 1, RAW: 1, HALF: 1, 2: 1, 3: 2, 4: 3, 8: 4}
-_FEWER: Final = _PLANES | {4: 2, 8: 3}  # without those of keys alone
+_PLANES: Final = {STATES: 1, RAW: 1, HALF: 1, 2: 1, 3: 2, 4: 3, 6: 4, 8: 4}
+_FEWER: Final = _PLANES | {3: 2, 4: 2, 6: 3, 8: 3}  # without those of keys alone
 
 
 class CodecError(ValueError):
@@ -119,11 +123,16 @@ class Codes:
 class ChunkCodec:
     """Encoder and decoder of one model's chunks. Immutable; any thread may use it.
 
-    `channels` are the scales of the keys' channels, float32 [L, G, D], none of them 0.
+    `channels` are the scales of the keys' channels, float32 [L, G, D], none of them 0; `mixed` are
+    assignments of bits to layers, which `MIXED` + i stands for.
     """
 
     def __init__(
-        self, layout: CacheLayout, channels: Array | None = None, version: int = CODEC_VERSION
+        self,
+        layout: CacheLayout,
+        channels: Array | None = None,
+        version: int = CODEC_VERSION,
+        mixed: Sequence[Sequence[int]] = (),
     ) -> None:
         self.layers, self.heads, self.size = layout.layers, layout.kv_heads, layout.head_dim
         if self.heads * self.size % 2:
@@ -134,12 +143,14 @@ class ChunkCodec:
             raise ValueError(f"channels must be positive numbers of the shape {shape}")
         self.channels: Sequence[Array] | Array = scales
         self._scales = scales
-        self.kv = layout.kv
+        self.kv, self.version = layout.kv, version
         self.by_token = self.size >= TOKEN_AMPLITUDES_FROM or self.kv.coded
         self.keys_by_token = self.by_token if version == CODEC_VERSION else self.kv.coded
         self._split = version == CODEC_VERSION and self.heads * self.size % 4 == 0
         self._states = [shape for _, shape in layout.states]
         self._state_values = sum(map(math.prod, self._states))
+        self.mixed = _checked(mixed, self.layers)
+        self.kinds = _kinds(*self.mixed, [0] * self.layers)
 
     @property
     def nested(self) -> tuple[int, ...]:
@@ -151,13 +162,14 @@ class ChunkCodec:
         """Return the bits that lose nothing of what caches store."""
         return (RAW, 8) if self.kv.coded else (RAW,)
 
-    @property
-    def kinds(self) -> Sequence[int]:
-        """Return the first layer whose planes have the same sizes, by layer."""
-        return [0] * self.layers
+    def layer_bits(self, bits: int, layer: int) -> int:
+        """Return the bits of a layer of a chunk."""
+        return self.mixed[bits - MIXED][layer] if bits >= MIXED else bits
 
-    def plane_bytes(self, tokens: int, bits: int, layer: int) -> tuple[int, ...]:  # noqa: ARG002
+    def plane_bytes(self, tokens: int, bits: int, layer: int) -> tuple[int, ...]:
         """Return the bytes of a layer in each plane."""
+        if bits >= MIXED:
+            return (sum(self.plane_bytes(tokens, self.layer_bits(bits, layer), layer)),)
         if bits == STATES:
             return (4 * -(-self._state_values // self.layers),)
         values = 2 * self.heads * tokens * self.size
@@ -166,14 +178,19 @@ class ChunkCodec:
         if bits > 8:
             return (bits // 8 * values,)
         first = 2 * self._amplitudes(tokens) + values // 4
+        lower = values // (4 if bits == 6 else 2)
         if self._split:
-            return (first, values // 8, values // 8, values // 2)[: _PLANES[bits]]
-        return (first, values // 4, values // 2)[: _FEWER[bits]]
+            return (first, values // 8, values // 8, lower)[: _PLANES[bits]]
+        return (first, values // (8 if bits == 3 else 4), lower)[: _FEWER[bits]]
 
     def nbytes(self, tokens: int, bits: int) -> int:
         """Return the bytes of a chunk, amplitudes included."""
         counts = Counter(self.kinds)
         return sum(n * sum(self.plane_bytes(tokens, bits, x)) for x, n in counts.items())
+
+    def encoding_bytes(self, tokens: int, bits: int) -> int:
+        """Return the bytes that a chunk takes while it is encoded, without the workspace."""
+        return self.nbytes(tokens, 8 if bits >= MIXED else max(bits, 8))
 
     @property
     def workspace_bytes(self) -> int:
@@ -190,9 +207,21 @@ class ChunkCodec:
 
     def empty(self, tokens: int, bits: int) -> Codes:
         """Return codes to read into, of undefined contents."""
-        sizes = self.plane_bytes(tokens, bits, 0)
+        if bits >= MIXED:
+            layers = range(self.layers)
+            sizes = [size for x in layers for size in self.plane_bytes(tokens, bits, x)]
+            return Codes(bits, tokens, (LayerBytes(sizes),))
+        sizes = [*self.plane_bytes(tokens, bits, 0)]
         planes = tuple(np.empty((self.layers, size), np.uint8) for size in sizes)
         return Codes(bits, tokens, planes)
+
+    def _of_layer(self, codes: Codes, layer: int) -> tuple[int, list[Array]]:
+        """Return the bits of a layer of a chunk, and its planes."""
+        if codes.bits < MIXED:
+            return codes.bits, [plane[layer] for plane in codes.planes]
+        own = self.layer_bits(codes.bits, layer)
+        stops = np.cumsum(self.plane_bytes(codes.tokens, own, layer))
+        return own, np.split(codes.planes[0][layer], stops[:-1])
 
     def encode(self, values: Sequence[Array] | Array, bits: int) -> Codes:
         """Encode float32 values [L, 2 (k and v), G, T, D]. Raises `CodecError`."""
@@ -211,7 +240,7 @@ class ChunkCodec:
         divisors = spread(amplitudes, self.heads, self._rows(tokens))
         scaled /= np.where(divisors > 0, divisors, np.float32(1))
         codes = np.clip(np.floor((scaled + 1) * 128), 0, 255).astype(np.uint8)
-        return self._packed(codes, amplitudes, tokens).lowered(bits)
+        return _lowered(self, self._packed(codes, amplitudes, tokens), bits)
 
     def encode_cached(self, cache: KvCache, start: int, stop: int, bits: int) -> Codes:
         """Encode tokens [start, stop) of a cache. Raises `CodecError`."""
@@ -235,7 +264,8 @@ class ChunkCodec:
             raise CodecError("keys or values are not finite, or too large for codes")
         codes = np.array([[x.codes[:, start:stop] for x in rows] for rows in both])
         amplitudes = (steps * 128).reshape(self.layers, -1)
-        return self._packed(codes.view(np.uint8) ^ 128, amplitudes, stop - start).lowered(bits)
+        packed = self._packed(codes.view(np.uint8) ^ 128, amplitudes, stop - start)
+        return _lowered(self, packed, bits)
 
     def encode_states(self, states: Sequence[Array]) -> Codes:
         """Encode a model's states, in their order: all values after each other, in equal parts."""
@@ -286,6 +316,14 @@ class ChunkCodec:
 
     def decode(self, codes: Codes) -> Sequence[Array] | Array:
         """Return the values of codes, float32 [L, 2, G, T, D]."""
+        if codes.bits >= MIXED:
+            own = (self._of_layer(codes, layer) for layer in range(self.layers))
+            return np.concatenate(
+                [
+                    self._decoded(bits, codes.tokens, [x[None] for x in planes], slice(i, i + 1))
+                    for i, (bits, planes) in enumerate(own)
+                ]
+            )
         planes = [x for x in codes.planes if not isinstance(x, LayerBytes)]
         return self._decoded(codes.bits, codes.tokens, planes, slice(None))
 
@@ -298,14 +336,14 @@ class ChunkCodec:
         """
         if self.kv.coded and np.array_equal(keys.channels, self._scales[layer]):
             chunks = [x for x in chunks if not self._moved(*x, layer, (keys, values))]
-        kinds: dict[tuple[int, int], list[tuple[int, Codes]]] = {}
+        kinds: dict[tuple[int, int], list[tuple[int, list[Array]]]] = {}
         for start, codes in chunks:
-            kinds.setdefault((codes.bits, codes.tokens), []).append((start, codes))
+            bits, planes = self._of_layer(codes, layer)
+            kinds.setdefault((bits, codes.tokens), []).append((start, planes))
         for (bits, tokens), group in kinds.items():
             one = 2 * self.heads * tokens * self.size
             for part in _batched(group, max(1, DECODED_TOGETHER // one)):
-                rows = zip(*(codes.planes for _, codes in part), strict=True)
-                planes = [np.stack([plane[layer] for plane in row]) for row in rows]
+                planes = [np.stack(row) for row in zip(*(x for _, x in part), strict=True)]
                 decoded = self._decoded(bits, tokens, planes, slice(layer, layer + 1))
                 for (start, _), (k, v) in zip(part, decoded, strict=True):
                     keys.write(start, k)
@@ -316,18 +354,19 @@ class ChunkCodec:
     ) -> bool:
         """Copy a chunk into caches of codes with the same channels; return whether it was."""
         stop, shape = start + codes.tokens, (2, self.heads, codes.tokens, -1)
-        planes = [plane[layer][None] for plane in codes.planes]
-        if codes.bits == RAW:
+        bits, own = self._of_layer(codes, layer)
+        planes = [plane[None] for plane in own]
+        if bits == RAW:
             for rows, part in zip(into, planes[0].view(np.int8).reshape(shape), strict=True):
                 rows.array[:, start:stop] = part
-        elif codes.bits == 8:
+        elif bits == 8:
             planes = list(self._joined_planes(planes))
             moved, amplitudes = unpacked(8, planes, self._amplitudes(codes.tokens))
             steps = (amplitudes.astype(np.float32) / 128).reshape(shape)
             parts = (moved ^ 128).view(np.int8).reshape(shape)
             for rows, part, step in zip(into, parts, steps, strict=True):
                 rows.codes[:, start:stop], rows.steps[:, start:stop] = part, step
-        return codes.bits in (8, RAW)
+        return bits in (8, RAW)
 
     def _decoded(self, bits: int, tokens: int, planes: Sequence[Array], layers: slice) -> Array:
         """Return float32 [n, 2, G, T, D] of planes [n, bytes]: n layers, or n chunks of a layer."""
@@ -387,31 +426,28 @@ class LayeredCodec(ChunkCodec):
     def __init__(
         self,
         layout: CacheLayout,
-        channels: Sequence[Array] | None = None,
+        channels: Sequence[Array] | Array | None = None,
         version: int = CODEC_VERSION,
+        mixed: Sequence[Sequence[int]] = (),
     ) -> None:
         self._own = []
+        self.mixed = _checked(mixed, layout.layers)
         for layer in range(layout.layers):
             heads, size = layout.heads(layer)
             one = CacheLayout(
                 layers=1, kv_heads=heads, head_dim=size, capacity=layout.capacity, kv=layout.kv
             )
             scales = None if channels is None else channels[layer][None]
-            self._own.append(ChunkCodec(one, scales, version))
+            own_bits = [[bits[layer]] for bits in self.mixed]
+            self._own.append(ChunkCodec(one, scales, version, own_bits))
         self._split = all(x._split for x in self._own)
         for own in self._own:
             own._split = self._split
-        self.layers, self.kv = layout.layers, layout.kv
-        shapes = [layout.heads(layer) for layer in range(layout.layers)]
-        self._kinds = [shapes.index(shape) for shape in shapes]
+        self.layers, self.kv, self.version = layout.layers, layout.kv, version
+        self.kinds = _kinds(*self.mixed, map(layout.heads, range(layout.layers)))
         self._states = [shape for _, shape in layout.states]
         self._state_values = sum(map(math.prod, self._states))
         self.channels = [x.channels[0] for x in self._own]
-
-    @property
-    def kinds(self) -> Sequence[int]:
-        """Return the first layer whose planes have the same sizes, by layer."""
-        return self._kinds
 
     def plane_bytes(self, tokens: int, bits: int, layer: int) -> tuple[int, ...]:
         """Return the bytes of a layer in each plane."""
@@ -461,13 +497,45 @@ class LayeredCodec(ChunkCodec):
 
 
 def codec_of(
-    layout: CacheLayout, channels: Sequence[Array] | None = None, version: int = CODEC_VERSION
+    layout: CacheLayout,
+    channels: Sequence[Array] | Array | None = None,
+    version: int = CODEC_VERSION,
+    mixed: Sequence[Sequence[int]] = (),
 ) -> ChunkCodec:
-    """Return the codec of a model's chunks, with the scales of the keys' channels by layer."""
+    """Return the codec of a model's chunks, with the scales of the keys' channels by layer.
+
+    `mixed` are assignments of bits to layers. Raises `ValueError` for what is none.
+    """
     if not layout.alike:
-        return LayeredCodec(layout, channels, version)
+        return LayeredCodec(layout, channels, version, mixed)
     scales = None if channels is None else np.array(channels, np.float32)
-    return ChunkCodec(layout, scales, version)
+    return ChunkCodec(layout, scales, version, mixed)
+
+
+def _lowered(codec: ChunkCodec, codes: Codes, bits: int) -> Codes:
+    """Return codes of 8 bits in the ones that are asked for."""
+    if bits < MIXED:
+        return codes.lowered(bits)
+    made = codec.empty(codes.tokens, bits)
+    for layer in range(codec.layers):
+        whole = np.concatenate([plane[layer] for plane in codes.planes])
+        (size,) = codec.plane_bytes(codes.tokens, bits, layer)
+        made.planes[0][layer] = whole[:size]
+    return made
+
+
+def _checked(mixed: Sequence[Sequence[int]], layers: int) -> tuple[tuple[int, ...], ...]:
+    """Return bits of layers. Raises `ValueError` for a wrong number of layers, or other bits."""
+    checked = tuple(map(tuple, mixed))
+    if any(len(bits) != layers or not OWN_BITS.keys() >= {*bits} for bits in checked):
+        raise ValueError(f"{layers} layers have {', '.join(map(str, OWN_BITS))} bits, got {mixed}")
+    return checked
+
+
+def _kinds(*sizes: Iterable[object]) -> list[int]:
+    """Return the first layer whose planes have the same sizes, by layer."""
+    layers = list(zip(*sizes, strict=True))
+    return list(map(layers.index, layers))
 
 
 def _flat(states: Codes) -> Array:

@@ -1,4 +1,4 @@
-"""The number of bits of a context's chunks, set when a call on it has returned."""
+"""The number of bits of a context's chunks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Final, Literal, TypeAlias
 
 from hetero.arguments import check_one_of
 from hetero.contexts.chunk_memory import ChunkMemory
-from hetero.contexts.chunks import Chunk
-from hetero.contexts.codec import CHUNK_TOKENS, RAW, ChunkCodec
-from hetero.contexts.ratios import Rule, newest, paper
+from hetero.contexts.chunks import Chunk, first_bits
+from hetero.contexts.codec import RAW
+from hetero.contexts.ratios import Rule, paper
 from hetero.errors import UserError
 
 KvBits: TypeAlias = Literal["raw", "16", "8", "4", "2", "mixed"]
@@ -20,21 +20,21 @@ class Compression:
     """The rule of one service.
 
     `ratio` is the size of all `mixed` chunks but a text's first together, relative to 8-bit codes.
+    By the rule `layers` they have `mixed`, the codec's number for bits by layer.
     """
 
-    def __init__(
-        self,
-        bits: KvBits,
-        ratio: float,
-        rule: Rule,
-        codec: ChunkCodec,
-    ) -> None:
+    def __init__(self, bits: KvBits, ratio: float, rule: Rule) -> None:
         check_one_of("kv_bits", bits, KV_BITS)
-        check_one_of("kv_rule", rule, ("newest", "paper"))
+        check_one_of("kv_rule", rule, ("layers", "paper"))
         if not 0.25 <= ratio <= 1:
             raise UserError(f"kv_ratio is from 0.25 to 1 (of the bytes at 8 bits), got {ratio}")
         self.bits, self.ratio, self.rule = bits, ratio, rule
-        self._nbytes = {each: codec.nbytes(CHUNK_TOKENS, each) for each in codec.nested}
+        self.mixed = 0
+
+    @property
+    def by_layer(self) -> bool:
+        """Return whether layers have bits of their own."""
+        return self.bits == "mixed" and self.rule == "layers"
 
     @property
     def ranks(self) -> bool:
@@ -44,25 +44,18 @@ class Compression:
     @property
     def first(self) -> int:
         """Return the bits of a new chunk."""
-        if self.bits == "raw":
-            return RAW
-        return 8 if self.bits == "mixed" else int(self.bits)
-
-    def choose(self, densities: Sequence[float]) -> list[int]:
-        """Return the bits of each of a context's full chunks."""
-        if self.bits != "mixed":
-            return [self.first] * len(densities)
-        if self.rule == "paper":
-            return paper(densities, self.ratio)
-        return newest(len(densities), self.ratio, self._nbytes)
+        if self.by_layer:
+            return self.mixed
+        return {"raw": RAW, "mixed": 8}.get(self.bits) or int(self.bits)
 
     def apply(self, memory: ChunkMemory, chunks: Sequence[Chunk]) -> None:
-        """Lower chunks that have more bits than chosen.
+        """Lower chunks that have more bits than chosen, after a call.
 
         Shared chunks stay as they are, since each text ranks them differently.
         """
         full = [chunk for chunk in chunks if chunk.full]
-        chosen = self.choose([chunk.density for chunk in full])
+        densities = [chunk.density for chunk in full]
+        chosen = paper(densities, self.ratio) if self.ranks else [self.first] * len(full)
         for chunk, bits in zip(full, chosen, strict=True):
             if chunk.refs == 1:
-                memory.lower(chunk, bits)
+                memory.lower(chunk, bits if self.ranks or chunk.start else first_bits(bits))

@@ -74,6 +74,7 @@ class DeviceDecoder:
     def __init__(self, name: str, device: Device, codec: ChunkCodec, op: DecodeChunks) -> None:
         self.name, self.failure = name, ""
         self._device, self._host, self._op = device, HostDecoder(codec), op
+        self._codec = codec
         self._rows = max(1, min(op.capacity // op.tokens, op.room // op.chunk_bytes(2)))
         self._codes, self._table = (self._staging(port) for port in ("codes", "table"))
         self._kernels = [
@@ -91,7 +92,7 @@ class DeviceDecoder:
         if left:
             self._host.decode(left, layer, cache)
         try:
-            for part in self._batches(taken):
+            for part in self._batches(taken, layer):
                 self._run(part, layer, cache)
         except DeviceError as error:
             self.failure = str(error)
@@ -100,12 +101,12 @@ class DeviceDecoder:
     def _takes(self, codes: Codes) -> bool:
         return codes.bits != RAW and codes.tokens == CHUNK_TOKENS
 
-    def _batches(self, chunks: Parts) -> Iterator[Parts]:
+    def _batches(self, chunks: Parts, layer: int) -> Iterator[Parts]:
         """Yield batches that fit the buffer and the table."""
         part: list[tuple[int, Codes]] = []
         room = self._op.room
         for chunk in chunks:
-            size = self._op.chunk_bytes(chunk[1].bits)
+            size = self._op.chunk_bytes(self._codec.layer_bits(chunk[1].bits, layer))
             if part and (size > room or len(part) == self._rows):
                 yield part
                 part, room = [], self._op.room
@@ -117,8 +118,9 @@ class DeviceDecoder:
     def _run(self, part: Parts, layer: int, cache: KvCache) -> None:
         at, rows = 0, []
         for start, codes in part:
-            rows.append((start, codes.bits, at))
-            at += self._op.chunk_bytes(codes.bits)
+            bits = self._codec.layer_bits(codes.bits, layer)
+            rows.append((start, bits, at))
+            at += self._op.chunk_bytes(bits)
         planes = [plane[layer] for _, codes in part for plane in codes.planes]
         np.concatenate(planes, out=self._codes.array[:at])
         self._table.array[: len(rows)] = rows

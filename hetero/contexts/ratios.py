@@ -1,9 +1,8 @@
-"""The number of bits of each chunk of a context.
+"""The number of bits of each chunk of a context by the paper's rule, for comparison.
 
-`newest` gives the most bits to the first chunk, on whose tokens much of all attention rests, and to
-the newest ones. Information density (LLMS, equation 1) was no better at ranking the others, and
-needs the scores of attention: it is computed for `paper` alone, the paper's rule (equations 2 and
-3), which maximises sum(D_i / ratio_i) and favours giving dense chunks few bits.
+It maximises sum(D_i / ratio_i) (LLMS, equations 2 and 3) over information densities (equation 1)
+and favours giving dense chunks few bits. Chunks are ranked no better by density than by age, and
+bits by layer (`hetero.contexts.layer_bits`) beat both.
 """
 
 from __future__ import annotations
@@ -14,26 +13,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hetero.contexts.chunks import first_bits
-
-Rule: TypeAlias = Literal["newest", "paper"]
+Rule: TypeAlias = Literal["layers", "paper"]
 RATIOS = {8: 1.0, 4: 0.5, 2: 0.25}  # of the paper: codes alone
-
-
-def newest(count: int, ratio: float, nbytes: Mapping[int, int]) -> list[int]:
-    """Return the bits of each of a text's `count` chunks, in `ratio` of the bytes at 8 bits.
-
-    The first, which does not count, has 8 (`first_bits`). Of the others the newest have the next
-    more bits than the rest, as many as the bytes allow; all have the fewest where even these do not
-    fit. A longer text never gives a chunk more. `nbytes` are a chunk's by bits.
-    """
-    levels, left = sorted(nbytes), count - 1
-    each = ratio * nbytes[levels[-1]]
-    low = max((x for x in levels if nbytes[x] <= each), default=levels[0])
-    high = min((x for x in levels if x > low), default=low)
-    more = nbytes[high] - nbytes[low]
-    top = min(left, max(0, int(left * (each - nbytes[low]) // more))) if more else 0
-    return [first_bits(low), *[low] * (left - top), *[high] * top][:count]
 
 
 def paper(densities: Sequence[float], ratio: float = 0.5) -> list[int]:

@@ -36,6 +36,7 @@ from hetero.contexts.decoding import ChunkDecoder, SharedDecoder, decoders
 from hetero.contexts.directory import ServiceDirectory
 from hetero.contexts.encryption import vault_of
 from hetero.contexts.eviction import Policy
+from hetero.contexts.layer_bits import with_layer_bits
 from hetero.contexts.measured import (
     MEASURES,
     SAMPLE_TEXT,
@@ -74,9 +75,9 @@ class Service(Closing):
     `model` is what `LLM` takes, with `LLM`'s options, or an open `LLM`. `context_memory` bounds the
     keys and values in memory of all contexts of all apps, without the one cache that the devices
     compute in; `context_disk` bounds the folder; `contexts_per_app` is the most that an app may
-    have. `kv_bits` is the format of keys and values: `mixed` (`kv_ratio` of the bytes of 8 bits
-    overall; the first and the newest tokens have most), 16 (float16), 8, 4, 2, or `raw` (float32,
-    exact).
+    have. `kv_bits` is the format of keys and values: `mixed` (`kv_ratio` of the bytes of 8 bits;
+    each layer has the bits that cost least, which is measured once for a folder), 16 (float16), 8,
+    4, 2, or `raw` (float32, exact).
 
     The folder is encrypted with `encryption_key`: 32 bytes, or a file that has them (default:
     HETERO_ENCRYPTION_KEY of the environment, if set). It is then needed to open the folder again.
@@ -101,7 +102,7 @@ class Service(Closing):
         contexts_per_app: int = 8,
         kv_bits: KvBits = "8",
         kv_ratio: float = 0.5,
-        kv_rule: Rule = "newest",
+        kv_rule: Rule = "layers",
         eviction: Policy = "lctru",
         swap: When = "ahead",
         recompute: bool = True,
@@ -113,6 +114,7 @@ class Service(Closing):
     ) -> None:
         check_count("parallel", parallel)
         self.contexts_per_app = check_count("contexts_per_app", contexts_per_app)
+        self.compression = Compression(kv_bits, kv_ratio, kv_rule)
         check_one_of("eviction", eviction, get_args(Policy))
         check_one_of("swap", swap, get_args(When))
         self._vault = vault_of(encryption_key)
@@ -131,7 +133,6 @@ class Service(Closing):
             self.disk = ByteBudget(parse_size(context_disk), "context_disk")
             self._unbound = UnboundApps(self._directory.path / "apps", self.disk)
             self.memory = ChunkMemory(memory, eviction)
-            self.compression = Compression(kv_bits, kv_ratio, kv_rule, codec)
             swapping = SwapOut(self.memory, codec, self._files, self.disk, self._unbound, when=swap)
             self.swap = opened(closing(swapping))
             self._codec = codec
@@ -327,11 +328,13 @@ class Service(Closing):
         codec = codec_of(layout, channels, directory.codec)
         engine = self.llm.engine
         engine.contexts.scale_by(codec.channels)
+        codec = with_layer_bits(codec, directory, self.compression, self.llm, self._active)
         able = {} if engine.runner.gpu_share is not None else engine.devices
         known = {decoder.name: decoder for decoder in decoders(able, codec, layout)}
         names = ", ".join(device.info.name for device in engine.devices.values())
         priced = engine.deployment.prefill_modes.priced
         measured_on = [MEASURES, names, self.llm.plan.plan_id, priced, sorted(known)]
+        measured_on += map(list, codec.mixed)
         if about.get("measured_on") != measured_on:
             directory.save(
                 measured_on=measured_on,

@@ -149,7 +149,7 @@ class SwapOut:
     def _work(self, job: SwapJob) -> None:
         batch: list[Chunk] = []
         try:
-            sizes = (self._codec.nbytes(len(x.tokens), max(x.bits, 8)) for x in job.chunks)
+            sizes = (self._codec.encoding_bytes(len(x.tokens), x.bits) for x in job.chunks)
             self._memory.free(sum(sizes))
             self._encode(job.chunks, job, batch)
             job.encoded.set()
@@ -189,7 +189,7 @@ class SwapOut:
             if not chunk.refs or chunk.stored:
                 return None
             bits = chunk.bits if chunk.full else RAW
-        room = self._codec.nbytes(len(chunk.tokens), max(bits, 8))
+        room = self._codec.encoding_bytes(len(chunk.tokens), bits)
         if not self._memory.claim(room):
             self._write(batch, durable=job.durable)  # which may leave after that
             if not self._memory.claim(room):

@@ -19,7 +19,7 @@ from hetero.backends.memory import HostBuffer
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunk_files import ChunkFiles
 from hetero.contexts.chunk_memory import ChunkMemory
-from hetero.contexts.codec import RAW, ChunkCodec
+from hetero.contexts.codec import MIXED, RAW, ChunkCodec
 from hetero.contexts.eviction import Policy
 from hetero.contexts.load_plan import Rates
 from hetero.contexts.read_ahead import ReadAhead
@@ -32,7 +32,7 @@ LAYOUT = CacheLayout(layers=3, kv_heads=2, capacity=160, head_dim=4)
 LONGEST = 128
 FAST = Rates(prefill_s=lambda m, _: 1.0 + m, read_bytes_per_s=1e9, run_s=1.0)
 KEEP = 4  # first tokens that a shift leaves
-TOLERANCE = {RAW: 0.0, 8: 1 / 128, 4: 1 / 8, 2: 1 / 2}  # of values in [-1, 1]
+TOLERANCE = {RAW: 0.0, 8: 1 / 128, 4: 1 / 8, 2: 1 / 2, MIXED: 1 / 8}  # of values in [-1, 1]
 
 
 def truth(tokens: Sequence[int]) -> Any:
@@ -129,7 +129,7 @@ class FakeService:
         read_ahead: bool = False,
     ) -> None:
         self.bits, self.folder = bits, folder
-        self.codec = ChunkCodec(LAYOUT)
+        self.codec = ChunkCodec(LAYOUT, mixed=[[(4, 8, 6)[i % 3] for i in range(LAYOUT.layers)]])
         self.active = FakeActive(TOLERANCE[bits])
         self.disk = ByteBudget(disk, "disk")
         self.memory = ChunkMemory(ByteBudget(memory), policy)

@@ -15,14 +15,24 @@ from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunk_files import ChunkFiles, Reader
 from hetero.contexts.chunk_format import ChunkError
 from hetero.contexts.chunks import Chunk
-from hetero.contexts.codec import CHUNK_TOKENS, HALF, RAW, ChunkCodec, Codes, codec_of
+from hetero.contexts.codec import (
+    CHUNK_TOKENS,
+    HALF,
+    MIXED,
+    RAW,
+    ChunkCodec,
+    Codes,
+    LayerBytes,
+    Plane,
+    codec_of,
+)
 from hetero.runtime.kv.kv_cache import CacheLayout
 from tests.contexts.fake_service import LAYOUT
 from tests.support.selection import examples
 
-CODEC = ChunkCodec(LAYOUT)
+CODEC = ChunkCodec(LAYOUT, mixed=[[(8, 3, 6, 2)[i % 4] for i in range(LAYOUT.layers)]])
 KINDS = st.lists(
-    st.tuples(st.sampled_from([RAW, HALF, 8, 4, 2]), st.sampled_from([8, 4, 2])),
+    st.tuples(st.sampled_from([RAW, HALF, MIXED, 8, 4, 2]), st.sampled_from([8, 4, 2])),
     min_size=1,
     max_size=9,
 )
@@ -48,6 +58,10 @@ def written(
     return files, chunks, codes
 
 
+def whole_of(plane: Plane) -> Any:
+    return plane.data if isinstance(plane, LayerBytes) else plane
+
+
 def every_layer(reader: Reader, into: list[Codes]) -> None:
     for layer in range(LAYOUT.layers):
         reader.layer(layer, into)
@@ -71,13 +85,13 @@ def test_neighbours_are_read_as_they_were_written(
     for each in lowered:
         empty = CODEC.empty(each.tokens, each.bits)
         for plane in empty.planes:
-            plane[:] = 0xA5
+            whole_of(plane)[:] = 0xA5
         found.append(empty)
     with closing(files.reader([chunks[i] for i in order])) as reader:
         every_layer(reader, found)
     for a, b in zip(found, lowered, strict=True):
         for one, other in zip(a.planes, b.planes, strict=True):
-            np.testing.assert_array_equal(one, other)
+            np.testing.assert_array_equal(whole_of(one), whole_of(other))
 
 
 @pytest.mark.parametrize("damaged", [0, 2, 5])
@@ -117,7 +131,7 @@ def test_layers_of_several_sizes_take_what_each_needs(
     """They are read, copied to another file and scrubbed at places of their own."""
     heads = ((2, 8), (1, 64), (2, 8), (1, 16))
     layout = CacheLayout(layers=4, kv_heads=2, head_dim=8, capacity=64, heads_of=heads)
-    codec, random = codec_of(layout), np.random.default_rng(seed)
+    codec, random = codec_of(layout, mixed=[[6, 2, 8, 3]]), np.random.default_rng(seed)
     files = ChunkFiles(tmp_path, codec, ByteBudget(1 << 30))
     chunks, codes = [], []
     for i, (bits, _) in enumerate(kinds):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hetero.contexts.chunks import spans
-from hetero.contexts.codec import CHUNK_TOKENS
+from hetero.contexts.codec import CHUNK_TOKENS, MIXED
 from hetero.contexts.working_set import CachedText
 from tests.contexts.fake_service import FAST, KEEP, LONGEST, FakeService
 from tests.support.selection import examples
@@ -31,7 +31,7 @@ class Machine(RuleBasedStateMachine):
     """`texts` is what each context must hold."""
 
     @initialize(
-        bits=st.sampled_from([32, 8, 4, 2]),
+        bits=st.sampled_from([32, 8, 4, 2, MIXED]),
         memory=st.sampled_from([3, 9, 40]),
         disk=st.sampled_from([0, 6, 30, 400]),
         policy=st.sampled_from(["lctru", "lctru-paper", "lru"]),

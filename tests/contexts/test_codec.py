@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.backends.formats import CacheFormat
+from hetero.backends.kv_codes import OWN_BITS
 from hetero.backends.kv_rows import CacheRows
 from hetero.contexts.codec import (
     CHUNK_TOKENS,
     CODEC_VERSION,
     FIRST_VERSIONS,
     HALF,
+    MIXED,
     NESTED,
     RAW,
     ChunkCodec,
@@ -24,6 +26,8 @@ from hetero.contexts.codec import (
     codec_of,
 )
 from hetero.runtime.kv.kv_cache import CacheLayout
+
+BY_LAYER = [[6, 3, 8], [2, 4, 6]]
 
 
 def layout(size: int) -> CacheLayout:
@@ -37,7 +41,7 @@ def made(seed: int, size: int, tokens: int = CHUNK_TOKENS) -> tuple[ChunkCodec, 
     values = random.standard_normal((3, 2, 2, tokens, size)).astype(np.float32)
     values *= np.exp(2 * random.standard_normal((3, 2, 2, tokens, 1))).astype(np.float32)
     values[:, 0] *= channels[:, :, None, :]
-    return ChunkCodec(layout(size), channels), values
+    return ChunkCodec(layout(size), channels, mixed=BY_LAYER), values
 
 
 def oracle(codec: ChunkCodec, values: Any, bits: int) -> tuple[Any, Any]:
@@ -47,7 +51,7 @@ def oracle(codec: ChunkCodec, values: Any, bits: int) -> tuple[Any, Any]:
     for layer, kind, head, token, i in np.ndindex(*values.shape):
         scale = float(codec.channels[layer, head, i]) if kind == 0 else 1.0
         part = values[layer, kind, head].astype(np.float64)
-        own = (4, 2)[kind] if bits == 3 else bits
+        own = OWN_BITS[codec.layer_bits(bits, layer)][kind]
         if kind == 0:
             part = part / codec.channels[layer, head].astype(np.float64)
         if by_token:
@@ -65,7 +69,7 @@ def oracle(codec: ChunkCodec, values: Any, bits: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("kv", ["f32", "q8"])
-@pytest.mark.parametrize("bits", [RAW, HALF, *NESTED])
+@pytest.mark.parametrize("bits", [RAW, HALF, *NESTED, MIXED, MIXED + 1])
 def test_layers_of_several_widths_are_coded_each_by_itself(bits: int, kv: str) -> None:
     random, heads = np.random.default_rng(bits), ((2, 8), (1, 64), (2, 8))
     mixed = CacheLayout(
@@ -73,23 +77,23 @@ def test_layers_of_several_widths_are_coded_each_by_itself(bits: int, kv: str) -
     )
     values = [random.standard_normal((2, g, 5, d)).astype(np.float32) for g, d in heads]
     channels = [np.exp(random.standard_normal(x)).astype(np.float32) for x in heads]
-    codec = codec_of(mixed, channels)
+    codec = codec_of(mixed, channels, mixed=BY_LAYER)
     codes = codec.encode(values, bits)
     assert codes.nbytes == codec.nbytes(5, bits) == codec.empty(5, bits).nbytes
     needed = 0
-    for (count, size), part, scales, read in zip(
-        heads, values, channels, codec.decode(codes), strict=True
+    for i, ((count, size), part, scales, read) in enumerate(
+        zip(heads, values, channels, codec.decode(codes), strict=True)
     ):
         alone = CacheLayout(
             layers=1, kv_heads=count, head_dim=size, capacity=64, kv=CacheFormat(kv)
         )
-        own = ChunkCodec(alone, scales[None])
+        own = ChunkCodec(alone, scales[None], mixed=[[x[i]] for x in BY_LAYER])
         assert np.array_equal(read, own.decode(own.encode(part[None], bits))[0])
         needed += own.nbytes(5, bits)
     assert codes.nbytes == needed
 
 
-@pytest.mark.parametrize("bits", NESTED)
+@pytest.mark.parametrize("bits", [*NESTED, MIXED, MIXED + 1])
 @pytest.mark.parametrize("size", [8, 64])
 def test_codes_are_what_the_definition_says(bits: int, size: int) -> None:
     codec, values = made(bits + size, size, 3)
@@ -119,11 +123,37 @@ def test_fewer_bits_are_the_first_planes(seed: int, size: int, tokens: int) -> N
         assert np.array_equal(codec.decode(lower.lowered(2)), codec.decode(eight.lowered(2)))
 
 
+@pytest.mark.parametrize("version", [*FIRST_VERSIONS[:1], CODEC_VERSION])
+def test_mixed_bits_are_the_first_bytes_of_a_layer(version: int) -> None:
+    _, values = made(1, 8)
+    codec = ChunkCodec(layout(8), version=version, mixed=BY_LAYER)
+    eight = codec.encode(values, 8)
+    for i, bits in enumerate(BY_LAYER):
+        codes = codec.encode(values, MIXED + i)
+        assert codes.nbytes == codec.nbytes(16, MIXED + i) == codec.empty(16, MIXED + i).nbytes
+        for layer, own in enumerate(bits):
+            whole = b"".join(plane[layer].tobytes() for plane in eight.planes)
+            (size,) = codec.plane_bytes(16, MIXED + i, layer)
+            assert codes.planes[0][layer].tobytes() == whole[:size]
+            if own in codec.nested:
+                one = codec.decode(codec.encode(values, own))[layer]
+                assert np.array_equal(codec.decode(codes)[layer], one)
+        with pytest.raises(ValueError, match="do not hold"):
+            codes.lowered(2)
+    assert len({codec.kinds[x] for x in range(3)}) == 3, "layers differ in size"
+
+
+@pytest.mark.parametrize("mixed", [[[8, 8]], [[8, 8, 5]], [[8, 8, 8], []]])
+def test_bits_of_other_layers_are_refused(mixed: list[list[int]]) -> None:
+    with pytest.raises(ValueError, match="3 layers have 8, 6, 4, 3, 2 bits"):
+        ChunkCodec(layout(8), mixed=mixed)
+
+
 @pytest.mark.full
 @given(
     seed=st.integers(0, 999),
     size=st.sampled_from([8, 64]),
-    bits=st.lists(st.sampled_from([*NESTED, HALF, RAW]), min_size=1, max_size=9),
+    bits=st.lists(st.sampled_from([*NESTED, HALF, RAW, MIXED, MIXED + 1]), min_size=1, max_size=9),
     last=st.integers(1, 16),
 )
 def test_many_chunks_into_a_cache_are_each_as_alone(

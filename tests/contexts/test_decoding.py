@@ -18,7 +18,7 @@ from hetero.backends.kv_rows import random_rows
 from hetero.backends.memory import HostBuffer
 from hetero.backends.protocol import Device
 from hetero.backends.registry import open_device
-from hetero.contexts.codec import CHUNK_TOKENS, HALF, RAW, ChunkCodec, Codes
+from hetero.contexts.codec import CHUNK_TOKENS, HALF, MIXED, RAW, ChunkCodec, Codes
 from hetero.contexts.decoding import DeviceDecoder, HostDecoder, decode_operation, decoders
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 from tests.contexts.models import open_llm
@@ -46,7 +46,8 @@ def chunks_of(codec: ChunkCodec, count: int, seed: int) -> list[tuple[int, Codes
     random = np.random.default_rng(seed)
     found = []
     for place, i in enumerate(random.permutation(count).tolist()):
-        bits = int(random.choice([*codec.nested, HALF, RAW]))
+        mixed = range(MIXED, MIXED + len(codec.mixed))
+        bits = int(random.choice([*codec.nested, HALF, RAW, *mixed]))
         tokens = CHUNK_TOKENS if i < count - 1 else 5
         shape = codec.layers, 2, codec.heads, tokens, codec.size
         values = random.standard_normal(shape).astype(np.float32)
@@ -67,7 +68,8 @@ def test_a_device_decodes_what_the_host_does(
     cached = CacheFormat(kv)
     layout = CacheLayout(layers=2, kv_heads=heads, capacity=330, head_dim=size, kv=cached)
     random = np.random.default_rng(size)
-    codec = ChunkCodec(layout, random.uniform(0.1, 3, (2, heads, size)))
+    scales = random.uniform(0.1, 3, (2, heads, size))
+    codec = ChunkCodec(layout, scales, mixed=[[6, 3], [8, 2], [4, 6]])
     channels = codec.channels if own else None
     beside, op = device.clone_for_thread(), decode_operation(codec, layout)
     assert beside is not None

@@ -1,30 +1,13 @@
-"""Bits of chunks: the least error in so many bytes, against every assignment there is."""
+"""Bits of chunks by the paper's rule, against every assignment there is."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.contexts.ratios import RATIOS, newest, paper
+from hetero.contexts.ratios import RATIOS, paper
 
-NBYTES = {8: 100, 4: 52, 3: 40, 2: 28}
 DENSITIES = st.lists(st.floats(0, 1), min_size=1, max_size=6)
-
-
-@given(count=st.integers(1, 40), ratio=st.floats(0.2, 1))
-def test_the_first_and_the_newest_chunks_have_most_bits(count: int, ratio: float) -> None:
-    found, budget = newest(count, ratio, NBYTES), ratio * (count - 1) * NBYTES[8]
-    assert len(found) == count
-    assert found[0] == 8
-    assert found[1:] == sorted(found[1:]), "the newest no fewer than others"
-    used, levels = sum(NBYTES[x] for x in found[1:]), sorted(set(found[1:]))
-    assert used <= budget + 1e-6 or set(levels) == {2}, "the fewest bits where nothing fits"
-    assert [x for x in (2, 3, 4, 8) if levels[0] <= x <= levels[-1]] == levels if levels else True
-    if levels and levels[0] < 8 and used <= budget:  # one more would not fit
-        high = min(x for x in NBYTES if x > levels[0])
-        assert used + NBYTES[high] - NBYTES[levels[0]] > budget - 1e-6
-    longer = newest(count + 1, ratio, NBYTES)
-    assert all(after <= before for after, before in zip(longer, found, strict=False)), "bits fall"
 
 
 @given(densities=DENSITIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 import hetero
 from hetero import LLM, Service, UserError
 from hetero.contexts import chunk_files, directory
-from hetero.contexts.codec import CODEC_VERSION, FIRST_VERSIONS
+from hetero.contexts.codec import CODEC_VERSION, FIRST_VERSIONS, MIXED
+from hetero.contexts.layer_bits import measure_layers
 from tests.support.checkpoints import GEMMA4, make_checkpoint
 
 PROMPTS = ["Once upon a time there was a fox", " The fox saw", " In the end", " Then"]
@@ -97,23 +99,60 @@ def test_a_folder_of_the_first_codec_goes_on(
         assert service._directory.codec == CODEC_VERSION
 
 
+def chunk_bits(context: Any) -> list[int]:
+    return [chunk.bits for chunk in context._cached.chunks if chunk.full]
+
+
 @pytest.mark.full
-def test_mixed_bits_fall_with_age(llm: LLM, tmp_path: Path) -> None:
-    """The first chunk keeps 8 bits, the newest have most of the others."""
-    with opened(llm, tmp_path, kv_bits="mixed", kv_ratio=0.5) as service:
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_the_first_chunk_has_8_bits(llm: LLM, tmp_path: Path, bits: Any) -> None:
+    with opened(llm, tmp_path, kv_bits=bits) as service:
         context = service.bind("a").new_context(chat=False)
-        for prompt in PROMPTS:
-            context.call(prompt, max_tokens=30)
+        context.call(PROMPTS[0], max_tokens=30)
+        context.call(PROMPTS[1], max_tokens=30)
         service.swap.drain()
-        chunks = [chunk for chunk in context._cached.chunks if chunk.full]
-        bits = [chunk.bits for chunk in chunks]
-        assert bits[0] == 8
-        assert bits[1:] == sorted(bits[1:])
-        assert len(set(bits[1:])) == 2
-        codec = service._codec
-        used = sum(codec.nbytes(16, x) for x in bits[1:])
-        assert used <= 0.5 * (len(bits) - 1) * codec.nbytes(16, 8)
-        assert all(chunk.codes is None or chunk.codes.bits == chunk.bits for chunk in chunks)
+        first, *others = chunk_bits(context)
+        assert first == 8
+        assert {*others} == {int(bits)}
+
+
+@pytest.mark.full
+def test_layers_have_bits_of_their_own(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are measured once for a folder and a ratio, and what was stored stays readable."""
+    measured = []
+
+    def losses(*args: Any) -> Any:
+        measured.append(args)
+        return measure_layers(*args)
+
+    monkeypatch.setattr("hetero.contexts.layer_bits.measure_layers", losses)
+    for i, ratio in enumerate((0.5, 0.375, 0.5)):
+        with opened(llm, tmp_path, kv_bits="mixed", kv_ratio=ratio) as service:
+            context = service.bind("a").new_context(chat=False)
+            for prompt in PROMPTS:
+                context.call(f"{i} {prompt}", max_tokens=30)
+            service.swap.drain()
+            codec, number = service._codec, MIXED + i % 2
+            assert len(codec.mixed) == min(i + 1, 2)
+            assert codec.nbytes(16, number) <= ratio * codec.nbytes(16, 8)
+            first, *others = chunk_bits(context)
+            assert first == 8
+            assert {*others} == {number}
+            assert {*context.where()} <= {"8", "32", "mixed"}
+            evicted(service, disk=True)
+            for other in service.bind("a").contexts():
+                other.call(" more", max_tokens=2)
+                switch = other.last_switch
+                assert switch is not None
+                assert switch.loaded_tokens > 32
+    assert len(measured) == 2
+    facts = json.loads((tmp_path / "service.json").read_text())
+    facts["mixed"]["0.5"][0] = 5
+    (tmp_path / "service.json").write_text(json.dumps(facts))
+    with pytest.raises(UserError, match=r"service\.json: is damaged"):
+        opened(llm, tmp_path)
 
 
 @pytest.mark.full
@@ -190,8 +229,8 @@ def test_lossy_codes_cost_what_they_are_said_to(llm: LLM, tmp_path: Path, bits: 
             pass
         found = active.cache.read(0, exact.shape[3])
         error = np.sqrt(np.square(found - exact).mean() / np.square(exact).mean())
-        most = {8: 0.02, 4: 0.2, 3: 0.5, 2: 0.9}
-        lowest = min(int(b) for b in context.where() if b != "32")
+        most = {8: 0.02, 6: 0.2, 4: 0.2, 3: 0.5, 2: 0.9}
+        (lowest,) = {x for own in service._codec.mixed for x in [min(own)]} or {int(bits)}
         assert error <= most[lowest], "amplitudes are at most some four times the mean"
         assert error > 0
 

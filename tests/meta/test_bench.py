@@ -58,6 +58,7 @@ BRIEFLY = {
     "quality.py kept demo --text TEXT --bits 8 --bits mixed --seeds 2 --window 64": "| 8 | 1.000 |",
     f"quality.py forms demo {TEXTS} -s naive --max-tokens 40": "| naive | 39 |",
     f"quality.py outliers demo {TEXTS} -s none --tokens 40": "| none |",
+    f"quality.py excess demo {TEXTS} --tokens 40": "| down |",
     "contexts.py figures 14 --hours 1": "| 16 |",
     "contexts.py figures 2": "| one context",
     "serving.py demo -n 20 -r 1": "| parser / decode, % |",

@@ -160,10 +160,10 @@ __kernel void decode_chunks(const int count, ARRAY(const int, table), ARRAY(cons
 #ifdef CACHE_CODES
   __global const float *cached = is_value ? 0 : CHANNELS_OF(head, capacity);
   const int moves = same_channels(channels, k_cache, capacity);
-#define DECODE(bits) code_run(bits, chunk, at, amplitude, rows, own, cached, moves, to)
+#define DECODE(b) code_run(b, chunk, at, amplitude, rows, own, cached, moves && bits == 8, to)
 #define HALVES() DECODE(16)
 #else
-#define DECODE(bits) decode_run(bits, chunk, at, amplitude, rows, own, to)
+#define DECODE(b) decode_run(b, chunk, at, amplitude, rows, own, to)
 #define HALVES() half_run(chunk, at, to)
 #endif
   for (int i = get_group_id(0); i < count; i += get_num_groups(0)) {
@@ -172,13 +172,11 @@ __kernel void decode_chunks(const int count, ARRAY(const int, table), ARRAY(cons
     __global cache_t *to = head + (size_t)table[3 * i] * ROW;
     if (bits == 16) {
       HALVES();
-    } else if (bits == 8) {
+    } else if (bits == 8 || bits == 6 && !is_value) {
       DECODE(8);
-    } else if (bits == 4) {
+    } else if (bits == 4 || bits == 6 || bits == 3 && !is_value) {
       DECODE(4);
-    } else if (bits == 3 && !is_value) {
-      DECODE(4);
-    } else if (bits == 2 || bits == 3) {
+    } else if (bits == 3 || bits == 2) {
       DECODE(2);
     }
   }

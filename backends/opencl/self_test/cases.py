@@ -79,9 +79,9 @@ def cases() -> Iterator[Case]:
     yield Case(replace(attention, kv=CacheFormat.Q8), (1, 40))
     yield Case(ops.SumScores(attention=attention, every=2), (1, 40))
     chunks = ops.DecodeChunks(kv_heads=4, head_dim=32, capacity=1024, room=1 << 16)
-    yield Case(replace(chunks, kv=attention.kv), (5,))
+    yield Case(replace(chunks, kv=attention.kv), (6,))
     coded = replace(chunks, by_token=True, keys_by_token=True, kv=CacheFormat.Q8)
-    yield Case(coded, (5,))
+    yield Case(coded, (6,))
     for name in (x for x in WEIGHT_FORMATS if not x.of_file):  # whose kernels depend on the file
         integers = name.activations.static  # of the same codes as the twin's
         tokens = (1, 4, 40) if name.storage is StorageFormat.Q4 or integers else (1, 40)
