@@ -34,7 +34,6 @@ from hetero.contexts.chunks import Place
 from hetero.contexts.codec import (
     CHUNK_TOKENS,
     HALF,
-    MIXED,
     NESTED,
     RAW,
     STATES,
@@ -87,8 +86,7 @@ class ChunkFormat:
     def __init__(self, codec: ChunkCodec, vault: Vault | None) -> None:
         self.codec, self._vault = codec, vault
         self._tail = _CRC.size if vault is None else TAG_BYTES  # after a block
-        mixed = range(MIXED, MIXED + len(codec.mixed))
-        kinds = (*NESTED, HALF, RAW, *mixed)
+        kinds = (*NESTED, HALF, RAW, *codec.mixed_bits)
         self._most = {STATES: 1 << 40} | dict.fromkeys(kinds, CHUNK_TOKENS)
 
     def room(self, entries: Sequence[Entry]) -> int:

@@ -162,6 +162,11 @@ class ChunkCodec:
         """Return the bits that lose nothing of what caches store."""
         return (RAW, 8) if self.kv.coded else (RAW,)
 
+    @property
+    def mixed_bits(self) -> range:
+        """Return what stands for bits by layer in the place of a chunk's bits."""
+        return range(MIXED, MIXED + len(self.mixed))
+
     def layer_bits(self, bits: int, layer: int) -> int:
         """Return the bits of a layer of a chunk."""
         return self.mixed[bits - MIXED][layer] if bits >= MIXED else bits

@@ -18,7 +18,6 @@ from hetero.contexts.chunks import Chunk
 from hetero.contexts.codec import (
     CHUNK_TOKENS,
     HALF,
-    MIXED,
     RAW,
     ChunkCodec,
     Codes,
@@ -210,8 +209,8 @@ def measure_chunks(
     sizes = [(2, count, CHUNK_TOKENS, size) for count, size in heads]
     values = [random.standard_normal(x).astype(np.float32) for x in sizes]
     count = max(1, min(16, shape.capacity // CHUNK_TOKENS))
-    mixed = range(MIXED, MIXED + len(codec.mixed))
-    encoded = {bits: codec.encode(values, bits) for bits in (RAW, HALF, *codec.nested, *mixed)}
+    kinds = (RAW, HALF, *codec.nested, *codec.mixed_bits)
+    encoded = {bits: codec.encode(values, bits) for bits in kinds}
     seconds: dict[str, dict[str, float]] = {}
     for decoder in decoders:
         times = {}

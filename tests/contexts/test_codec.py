@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.backends.formats import CacheFormat
-from hetero.backends.kv_codes import OWN_BITS
 from hetero.backends.kv_rows import CacheRows
 from hetero.contexts.codec import (
     CHUNK_TOKENS,
@@ -51,7 +50,8 @@ def oracle(codec: ChunkCodec, values: Any, bits: int) -> tuple[Any, Any]:
     for layer, kind, head, token, i in np.ndindex(*values.shape):
         scale = float(codec.channels[layer, head, i]) if kind == 0 else 1.0
         part = values[layer, kind, head].astype(np.float64)
-        own = OWN_BITS[codec.layer_bits(bits, layer)][kind]
+        each = BY_LAYER[bits - MIXED][layer] if bits >= MIXED else bits
+        own = {3: (4, 2), 6: (8, 4)}.get(each, (each, each))[kind]
         if kind == 0:
             part = part / codec.channels[layer, head].astype(np.float64)
         if by_token:

@@ -18,7 +18,7 @@ from hetero.backends.kv_rows import random_rows
 from hetero.backends.memory import HostBuffer
 from hetero.backends.protocol import Device
 from hetero.backends.registry import open_device
-from hetero.contexts.codec import CHUNK_TOKENS, HALF, MIXED, RAW, ChunkCodec, Codes
+from hetero.contexts.codec import CHUNK_TOKENS, HALF, RAW, ChunkCodec, Codes
 from hetero.contexts.decoding import DeviceDecoder, HostDecoder, decode_operation, decoders
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 from tests.contexts.models import open_llm
@@ -46,8 +46,7 @@ def chunks_of(codec: ChunkCodec, count: int, seed: int) -> list[tuple[int, Codes
     random = np.random.default_rng(seed)
     found = []
     for place, i in enumerate(random.permutation(count).tolist()):
-        mixed = range(MIXED, MIXED + len(codec.mixed))
-        bits = int(random.choice([*codec.nested, HALF, RAW, *mixed]))
+        bits = int(random.choice([*codec.nested, HALF, RAW, *codec.mixed_bits]))
         tokens = CHUNK_TOKENS if i < count - 1 else 5
         shape = codec.layers, 2, codec.heads, tokens, codec.size
         values = random.standard_normal(shape).astype(np.float32)

@@ -31,16 +31,16 @@ def test_no_other_assignment_loses_less(losses: list[list[float]], ratio: float)
     by_bits = [dict(zip(OWN_BITS, own, strict=True)) for own in losses]
     budget = ratio * CODEC.nbytes(CHUNK_TOKENS, 8)
     every = [x for x in product(OWN_BITS, repeat=LAYERS) if nbytes(x) <= budget]
-    found = tuple(by_layer(by_bits, CODEC, ratio))
+    chosen = tuple(by_layer(by_bits, CODEC, ratio))
     if not every:
-        assert found == (2,) * LAYERS
+        assert chosen == (2,) * LAYERS
         return
-    assert nbytes(found) <= budget
+    assert nbytes(chosen) <= budget
 
     def lost(bits: tuple[int, ...]) -> float:
         return sum(own[x] for own, x in zip(by_bits, bits, strict=True))
 
-    assert lost(found) == pytest.approx(min(map(lost, every)), abs=1e-9)
+    assert lost(chosen) == pytest.approx(min(map(lost, every)), abs=1e-9)
 
 
 def test_more_bits_are_better_where_nothing_was_measured() -> None:
@@ -62,15 +62,15 @@ def test_losses_of_a_model(tmp_path: Path, kv: str) -> None:
         codec = codec_of(layout, list(scales.astype(np.float32)))
         engine.contexts.scale_by(codec.channels)
         text = random.integers(0, llm.model.config.vocab_size, 200).tolist()
-        found = measure_layers(context, codec, text, engine, 0.375)
-        assert len(found) == layout.layers
-        for own in found:
+        losses = measure_layers(context, codec, text, engine, 0.375)
+        assert len(losses) == layout.layers
+        for own in losses:
             assert list(own) == list(OWN_BITS)
             assert list(own.values()) == sorted(own.values())
             assert own[2] > own[8]
         half = measure_layers(context, codec, text, engine, 0.5)
-        assert [x[3] for x in half] == [x[3] for x in found], "2 bits alone are not tried"
-        assert measure_layers(context, codec, text, engine, 0.375) == found
+        assert [x[3] for x in half] == [x[3] for x in losses], "2 bits alone are not tried"
+        assert measure_layers(context, codec, text, engine, 0.375) == losses
         assert context.cached == 0
         for short in (text[:31], []):
             assert measure_layers(context, codec, short, engine, 0.375) == alike(layout.layers)

@@ -140,6 +140,8 @@ def test_layers_have_bits_of_their_own(
             first, *others = chunk_bits(context)
             assert first == 8
             assert {*others} == {number}
+            kept = [chunk for chunk in context._cached.chunks if chunk.full and chunk.codes]
+            assert all(chunk.codes.bits == chunk.bits for chunk in kept)
             assert {*context.where()} <= {"8", "32", "mixed"}
             evicted(service, disk=True)
             for other in service.bind("a").contexts():
