@@ -255,17 +255,28 @@ class TaskMeter:
         settings = self.settings
         if self.clock.now() >= until_s:
             return True
-        clean = [sample for sample in entry.samples if self._is_clean(sample)]
-        if len(clean) >= settings.least:
-            ci = summarize([sample.seconds / sample.reference for sample in clean]).ci
+        _, steady = self._clean(entry)
+        if len(steady) >= settings.least:
+            ci = summarize([sample.seconds / sample.reference for sample in steady]).ci
             if ci <= settings.ci:
                 return True
         spent = entry.spent_s >= settings.task_s and len(entry.samples) >= min(3, settings.least)
         return spent or len(entry.samples) >= settings.most
 
+    def _clean(self, entry: Progress) -> tuple[list[TaskSample], list[TaskSample]]:
+        """Return a task's clean samples, and the most of them that were taken at one speed.
+
+        A core that is shared with other machines has two speeds, for seconds each, and what they
+        make of a kernel differs from what they make of its reference.
+        """
+        clean = [sample for sample in entry.samples if self._is_clean(sample)]
+        return clean, _of_one_speed(clean, self.settings.drift)
+
     def _row(self, entry: Progress) -> MatMulRow:
         flags: list[Flag] = []
-        used = [sample for sample in entry.samples if self._is_clean(sample)]
+        used, steady = self._clean(entry)
+        if len(steady) >= max(min(self.settings.least, len(used)), len(used) / 2):
+            used = steady
         if len(used) >= min(3, len(entry.samples)):
             times = [sample.seconds / sample.reference for sample in used]
         else:
@@ -311,6 +322,19 @@ def to_means(rows: Sequence[MatMulRow]) -> list[MatMulRow]:
     return [
         row.model_copy(update={"seconds": row.seconds * skews.get(row.kind, 1.0)}) for row in rows
     ]
+
+
+def _of_one_speed(samples: Sequence[TaskSample], drift: float) -> list[TaskSample]:
+    """Return the most samples whose references differ by `drift` at most."""
+    ordered = sorted(samples, key=lambda sample: sample.reference)
+    best: list[TaskSample] = []
+    first = 0
+    for last, sample in enumerate(ordered):
+        while sample.reference > (1 + drift) * ordered[first].reference:
+            first += 1
+        if last - first >= len(best):
+            best = ordered[first : last + 1]
+    return best
 
 
 def _without_wait(sample: TaskSample) -> float:
