@@ -26,6 +26,7 @@ from hetero.generation.sampling import log_softmax
 from hetero.runtime.engine import Engine
 from hetero.runtime.kv.context import Context
 from hetero.solver.knapsack import Alternative, cheapest, least_loss
+from hetero.terminal.notices import notify
 
 Losses: TypeAlias = Mapping[int, float]  # of a layer: nats a token by bits
 TRIED: Final = (4, 3)  # and 2, where fewer bytes than those of 3 are asked for
@@ -98,6 +99,7 @@ def with_layer_bits(
     known = directory.read(lambda facts: {**facts.get("mixed", {})})
     ratio = repr(rule.ratio)
     if rule.by_layer and ratio not in known:
+        notify(f"measuring how many bits each layer needs, once for {directory.path}")
         text = llm.encode(SAMPLE_TEXT)
         losses = measure_layers(context, codec, text, llm.engine, rule.ratio)
         known[ratio] = by_layer(losses, codec, rule.ratio)

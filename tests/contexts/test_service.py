@@ -118,7 +118,10 @@ def test_the_first_chunk_has_8_bits(llm: LLM, tmp_path: Path, bits: Any) -> None
 
 @pytest.mark.full
 def test_layers_have_bits_of_their_own(
-    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llm: LLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """They are measured once for a folder and a ratio, and what was stored stays readable."""
     measured = []
@@ -150,6 +153,7 @@ def test_layers_have_bits_of_their_own(
                 assert switch is not None
                 assert switch.loaded_tokens > 32
     assert len(measured) == 2
+    assert capsys.readouterr().err.count("measuring how many bits each layer needs") == 2
     facts = json.loads((tmp_path / "service.json").read_text())
     facts["mixed"]["0.5"][0] = 5
     (tmp_path / "service.json").write_text(json.dumps(facts))
