@@ -39,7 +39,7 @@ class MeasureSettings:
     """Settings of how carefully to measure.
 
     ci          stop when the relative half-width of the median's 95 % interval is below this
-    least, most samples of a task
+    least, most samples of a task at one speed; twice the most of all
     task_s      time after which a task stops although it has not converged
     scaled      whether samples are compared with the reference kernels (else: as they were timed)
     drift       change of the reference within a task from which it is measured again
@@ -54,7 +54,7 @@ class MeasureSettings:
 
     ci: float = 0.03
     least: int = 5
-    most: int = 25
+    most: int = 40
     task_s: float = 2.0
     scaled: bool = True
     drift: float = 0.10
@@ -261,7 +261,8 @@ class TaskMeter:
             if ci <= settings.ci:
                 return True
         spent = entry.spent_s >= settings.task_s and len(entry.samples) >= min(3, settings.least)
-        return spent or len(entry.samples) >= settings.most
+        many = len(steady) >= settings.most or len(entry.samples) >= 2 * settings.most
+        return spent or many
 
     def _clean(self, entry: Progress) -> tuple[list[TaskSample], list[TaskSample]]:
         """Return a task's clean samples, and the most of them that were taken at one speed.

@@ -148,10 +148,11 @@ def test_memory_and_arithmetic_drift_separately() -> None:
 
 @pytest.mark.full
 def test_a_task_that_drifts_is_measured_again_and_then_marked() -> None:
+    """No speed has half of the samples."""
     clock = ManualClock()
 
     def wild(op: Op, m: int) -> float:
-        return gpu_cost(op, m) * (1.0 + 0.5 * (int(clock.now() / 1.7) % 2))
+        return gpu_cost(op, m) * (1.0 + 0.5 * (int(clock.now() / 1.7) % 3))
 
     found = meter(clock, gpu=wild, least=400, most=400, task_s=1e9, drift=0.1)
     task = Task("gpu", W4, "plain", 256, 4096, 4096)
