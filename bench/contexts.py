@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -28,6 +29,7 @@ from common import finish, integers, new_app, table
 from lab.forecasts import ForecastService, learned, oracle, recency
 from lab.managers import HETERO, MANAGERS, Manager, contenders
 from lab.simulated import Call, Machine, SimulatedService, most_tokens, simulated_codec
+from lab.slow_disk import slow_disk
 from parts import context_figures
 
 from hetero.arguments import check_one_of
@@ -229,18 +231,22 @@ def measure(
     device: str = "npu",
     without: str = "",
     length: Annotated[int, typer.Option(help="of contexts, in tokens; 0: MODEL's")] = 0,
+    part: Annotated[float, typer.Option(help="budget, of all contexts' bytes at 16 bits")] = 0.25,
+    disk: Annotated[float, typer.Option(help="slowed down to it, bytes/s; 0: as it is")] = 0.0,
+    answer: Annotated[int, typer.Option(help="most tokens, others are prompted; 0: any")] = 0,
 ) -> None:
     """Calls of a model, minutes apart by assumption (all is written, the files are not in the
     system's memory), and the same calls on the virtual clock with the rates that were measured.
     """
     rows = []
-    with LLM(model, device=device, max_seq_len=length or None) as llm:
+    with LLM(model, device=device, max_seq_len=length or None) as llm, slow_disk(disk):
         about = header(pattern, contexts, llm.max_seq_len - 8, 0)
-        calls = [call for call, _ in zip(trace(about), range(count), strict=False)]
+        calls = [shorter(call, answer) for call, _ in zip(trace(about), range(count), strict=False)]
         named = contenders([x for x in without.split(",") if x]) | {"hetero": HETERO}
+        trial = Trial(llm, calls, about["window"], part, disk)
         for name, manager in named.items():
             with tempfile.TemporaryDirectory() as folder:
-                done, found, service = real(llm, calls, about["window"], manager, Path(folder))
+                done, latencies, service = trial.run(manager, Path(folder))
                 codec, rates = service._codec, service._working.rates
                 machine = Machine(rates=rates, write_bytes_per_s=rates.read_bytes_per_s,
                                   encode_bytes_per_s=measure_encoding(codec))  # fmt: skip
@@ -248,52 +254,81 @@ def measure(
                                         - codec.workspace_bytes)  # fmt: skip
                 expected = twin.run(done, about["window"])
                 even = rates.break_even_bytes_per_s(codec.nbytes(CHUNK_TOKENS, 8) / CHUNK_TOKENS)
-            ratio = statistics.fmean(expected) / statistics.fmean(found)
+            ratio = statistics.fmean(expected) / statistics.fmean(latencies)
             simulated = ["", ""] if manager.read_ahead else [shown(expected), f"{ratio:.2f}"]
-            rows.append([name, shown(found), *simulated, f"{even / 1e6:.0f}",
+            parts = (f"{1e3 * np.percentile(latencies, x):.2f}" for x in (50, 99))
+            rows.append([name, shown(latencies), *parts, *simulated, f"{even / 1e6:.0f}",
                          f"{rates.read_bytes_per_s / 1e6:.0f}"])  # fmt: skip
-    print(f"measured and simulated; {model}, {pattern}, {contexts} contexts, {count} calls; ms\n")
-    table("manager|measured|simulated|ratio|break-even at 8 bits, MB/s|disk, MB/s", rows)
+    slowed = f", a disk slowed down to {disk / 1e6:.0f} MB/s" if disk else ""
+    print(f"measured and simulated; {model}, {pattern}, {contexts} contexts of {about['window']} "
+          f"tokens, {count} calls, {part:.3f} of the bytes at 16 bits{slowed}; ms\n")  # fmt: skip
+    head = "manager|mean|median|p99|simulated mean|ratio|break-even at 8 bits, MB/s|disk, MB/s"
+    table(head, rows)
     finish()
 
 
-def real(
-    llm: LLM, calls: Sequence[Call], window: int, manager: Manager, folder: Path
-) -> tuple[list[Call], list[float], Service]:
-    """The calls as they were (answers may end early), and their latencies."""
-    story, contexts, done, found = llm.encode(STORIES.read_text("utf-8")), {}, [], []
-    with Service(llm, directory=folder, contexts_per_app=99, **manager.options()) as service:
-        codec = service._codec
-        service.memory.budget.limit = (
-            codec.workspace_bytes + bytes_of_all(calls, window, codec) // 4
-        )
-        bound, at = service.bind("bench"), 0
-        for call in calls:
-            context: AppContext = contexts.get(call.context) or bound.new_context(chat=False)
-            words = llm.model.tokenizer.decode(story[at : at + call.prompt])
-            at = (at + call.prompt) % (len(story) - window)
-            prompt = llm.encode(words)
-            if len(context) + len(prompt) + call.answer > window:
-                context.delete()
-                context = bound.new_context(chat=False)
-            contexts[call.context], before = context, len(context)
-            service.swap.drain()
-            if service.ahead is not None and not service.ahead.wait(600):
-                raise SystemExit("reading ahead has not ended within 600 s")
-            for path in folder.glob("apps/*/*.kv"):
-                with path.open("rb") as file:
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            ready_s = in_place_s(llm, context.tokens, prompt)  # and steps of this length are there
-            start_s, first_s = time.perf_counter(), 0.0
-            for _ in context.stream(words, max_tokens=call.answer):
-                first_s = first_s or time.perf_counter() - start_s
-            switch = context.last_switch
-            if before and switch is not None:  # a prompt's own time varies by more than a switch's
-                rode = bool(switch.recomputed_tokens)
-                found.append(first_s - ready_s if rode else switch.switch_s)
-            answered = len(context) - before - len(prompt)
-            done.append(Call(call.at_s, call.context, len(prompt), answered))
-        return done, found, service
+def shorter(call: Call, most: int) -> Call:
+    """The same call with an answer of at most so many tokens, if any; the prompt has the rest."""
+    answer = min(call.answer, most) if most else call.answer
+    return Call(call.at_s, call.context, call.prompt + call.answer - answer, answer)
+
+
+class Trial:
+    """The same calls of a model, by one manager after another."""
+
+    def __init__(
+        self, llm: LLM, calls: Sequence[Call], window: int, part: float, disk: float
+    ) -> None:
+        self.llm, self.calls, self.window, self.part, self.disk = llm, calls, window, part, disk
+        self._in_place_s = dict[tuple[int, int], float]()
+
+    def run(self, manager: Manager, folder: Path) -> tuple[list[Call], list[float], Service]:
+        """The calls as they were (answers may end early), and their latencies."""
+        llm, window = self.llm, self.window
+        story, contexts, done, latencies = llm.encode(STORIES.read_text("utf-8")), {}, [], []
+        with Service(llm, directory=folder, contexts_per_app=99, **manager.options()) as service:
+            codec, working = service._codec, service._working
+            if self.disk:
+                working.rates = replace(working.rates, read_bytes_per_s=self.disk)
+            whole = bytes_of_all(self.calls, window, codec)
+            service.memory.budget.limit = codec.workspace_bytes + int(whole * self.part)
+            bound, at = service.bind("bench"), 0
+            for call in self.calls:
+                context: AppContext = contexts.get(call.context) or bound.new_context(chat=False)
+                words = llm.model.tokenizer.decode(story[at : at + call.prompt])
+                at = (at + call.prompt) % (len(story) - window)
+                prompt = llm.encode(words)
+                if len(context) + len(prompt) + call.answer > window:
+                    context.delete()
+                    context = bound.new_context(chat=False)
+                contexts[call.context], before = context, len(context)
+                service.swap.drain()
+                if service.ahead is not None and not service.ahead.wait(600):
+                    raise SystemExit("reading ahead has not ended within 600 s")
+                for path in folder.glob("apps/*/*.kv"):
+                    with path.open("rb") as file:
+                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                ready_s = self.in_place_s(context.tokens, prompt)
+                start_s, first_s = time.perf_counter(), 0.0
+                for _ in context.stream(words, max_tokens=call.answer):
+                    first_s = first_s or time.perf_counter() - start_s
+                switch = context.last_switch
+                if before and switch is not None:  # a prompt's own time varies more than a switch's
+                    rode = bool(switch.recomputed_tokens)
+                    latencies.append(first_s - ready_s if rode else switch.switch_s)
+                answered = len(context) - before - len(prompt)
+                done.append(Call(call.at_s, call.context, len(prompt), answered))
+            return done, latencies, service
+
+    def in_place_s(self, before: Sequence[int], prompt: Sequence[int]) -> float:
+        """Return the seconds to the first token of a prompt behind a text that is in the cache.
+
+        Steps of this length are prepared after it. Measured once for each pair of lengths.
+        """
+        lengths = len(before), len(prompt)
+        if lengths not in self._in_place_s:
+            self._in_place_s[lengths] = in_place_s(self.llm, before, prompt)
+        return self._in_place_s[lengths]
 
 
 def in_place_s(llm: LLM, before: Sequence[int], prompt: Sequence[int]) -> float:

@@ -179,7 +179,7 @@ def timed_ops(profile: DeviceProfile) -> list[Timed]:
     known = {
         (op_name(op), frozenset(sizes_of(op).items())): op
         for block in BLOCKS
-        for op in reference_ops(block, WeightFormat.W4A16)
+        for op in reference_ops(block, WeightFormat.W4A16, outliers=True)
     }
     return [(row, known[row.op, frozenset(row.sizes.items())]) for row in profile.others]
 

@@ -180,7 +180,7 @@ def test_lengths_never_seen_are_planned_within_what_is_prepared() -> None:
     ("profile", "model", "plan_id"),
     [
         ("host", "llama-3.2-1b", "537566e6704e"),
-        ("host-avx2", "gemma-2-2b", "41e1d480c2c9"),
+        ("host-avx2", "gemma-2-2b", "dfb4386ec3cc"),
         ("snapdragon-8-gen-3", "phi-2", "263f004e4e0d"),
         ("snapdragon-8-gen-3-strong-npu", "qwen2.5-0.5b", "d7a8da028749"),
     ],
