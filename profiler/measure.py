@@ -265,7 +265,7 @@ class TaskMeter:
         return spent or many
 
     def _clean(self, entry: Progress) -> tuple[list[TaskSample], list[TaskSample]]:
-        """Return a task's clean samples, and the most of them that were taken at one speed.
+        """Return a task's clean samples, and those of the speed at which most were taken.
 
         A core that is shared with other machines has two speeds, for seconds each, and what they
         make of a kernel differs from what they make of its reference.
@@ -326,7 +326,7 @@ def to_means(rows: Sequence[MatMulRow]) -> list[MatMulRow]:
 
 
 def _of_one_speed(samples: Sequence[TaskSample], drift: float) -> list[TaskSample]:
-    """Return the most samples whose references differ by `drift` at most."""
+    """Return the largest group of samples whose references differ by `drift` at most."""
     ordered = sorted(samples, key=lambda sample: sample.reference)
     best: list[TaskSample] = []
     first = 0
