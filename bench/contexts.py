@@ -325,22 +325,18 @@ class Trial:
 
         Steps of this length are prepared after it. Measured once for each pair of lengths.
         """
-        lengths = len(before), len(prompt)
-        if lengths not in self._in_place_s:
-            self._in_place_s[lengths] = in_place_s(self.llm, before, prompt)
+        lengths, llm = (len(before), len(prompt)), self.llm
+        if lengths in self._in_place_s:
+            return self._in_place_s[lengths]
+        with llm.new_context() as context:
+            if before:
+                llm.engine.prefill(context, before)
+            start_s, text = time.perf_counter(), [*before, *prompt]
+            with llm.stream(text, context=context, reuse=True, max_tokens=1) as answer:
+                for _ in answer:
+                    break
+            self._in_place_s[lengths] = time.perf_counter() - start_s
         return self._in_place_s[lengths]
-
-
-def in_place_s(llm: LLM, before: Sequence[int], prompt: Sequence[int]) -> float:
-    """Seconds to the first token of a prompt behind a text that is in the cache."""
-    with llm.new_context() as context:
-        if before:
-            llm.engine.prefill(context, before)
-        start_s = time.perf_counter()
-        with llm.stream([*before, *prompt], context=context, reuse=True, max_tokens=1) as answer:
-            for _ in answer:
-                break
-        return time.perf_counter() - start_s
 
 
 if __name__ == "__main__":

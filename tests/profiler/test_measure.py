@@ -173,12 +173,12 @@ def test_samples_of_the_speed_that_most_have_are_used() -> None:
         of_reference = isinstance(op, MatMul) and (op.n, op.k) in ((2048, 2048), (1024, 1024))
         return gpu_cost(op, m) * ((1.5 if of_reference else 1.1) if slow else 1.0)
 
-    found = meter(clock, gpu=two_speeds, least=30, most=90, task_s=1e9)
+    timing = meter(clock, gpu=two_speeds, least=30, most=90, task_s=1e9)
     task = Task("gpu", W4, "plain", 1024, 4096, 4096)
     clock.sleep(5)  # the speed of the start is the fast one
-    (row,) = found.measure([task])
+    (row,) = timing.measure([task])
     assert row.flags == ()
-    launches = found.workload.devices["gpu"].launches  # type: ignore[attr-defined]
+    launches = timing.workload.devices["gpu"].launches  # type: ignore[attr-defined]
     assert row.samples < sum(launch.op == task.op for launch in launches) - 5  # the slow ones
     assert row.seconds == pytest.approx(true_s(task), rel=0.01)
 
