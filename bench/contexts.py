@@ -2,6 +2,7 @@
 
 python bench/contexts.py simulate       # 72 hours on a virtual clock; all of it is simulated
 python bench/contexts.py figures 10     # 2, 10, 11, 14, 15b, with the paper's numbers
+python bench/contexts.py planning       # how long it takes to choose what is read, what computed
 python bench/contexts.py measure        # 60 calls of the demo model, beside the same on that clock
 python bench/contexts.py trace -c 8 --pattern markov        # as JSON lines; the header says all
 
@@ -34,7 +35,7 @@ from parts import context_figures
 
 from hetero.arguments import check_one_of
 from hetero.contexts.codec import CHUNK_TOKENS, HALF, MIXED, NESTED, RAW, ChunkCodec
-from hetero.contexts.load_plan import Rates
+from hetero.contexts.load_plan import LoadItem, Rates, plan_load
 from hetero.contexts.service import AppContext, Service
 from hetero.generation.llm import LLM
 from hetero.runtime.kv.kv_cache import CacheLayout
@@ -194,6 +195,26 @@ def next_context(
     names = "lctru|lru|recency, read ahead|learned|learned, read ahead|oracle|oracle, read ahead"
     table(f"disk|contexts|pattern|{names}", rows)
     finish()
+
+
+@app.command("planning")
+def planning(runs: Annotated[int, typer.Option("-r")] = 50) -> None:
+    """Time of choosing what is read and what is computed, of contexts of many chunks."""
+    codec, rows = simulated_codec(LLAMA), []
+    rates = simulated_rates(codec, DISKS["hard disk, 0.1 GB/s"], 600.0)
+    for count in (64, 256, 1024, 4096):
+        nbytes = codec.nbytes(CHUNK_TOKENS, 8)
+        items = [rates.load_item(CHUNK_TOKENS, 8, nbytes * (1 + i % 3)) for i in range(count)]
+        times = [_planned_s(items, rates) for _ in range(runs)]
+        rows.append([count, f"{1e3 * statistics.median(times):.2f}", f"{1e3 * min(times):.2f}"])
+    table("chunks|median, ms|fastest, ms", rows)
+    finish()
+
+
+def _planned_s(items: Sequence[LoadItem], rates: Rates) -> float:
+    start_s = time.perf_counter()
+    plan_load(items, CHUNK_TOKENS, rates, LLAMA.layers)
+    return time.perf_counter() - start_s
 
 
 @app.command("figures")

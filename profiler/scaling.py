@@ -1,7 +1,8 @@
 """A profile for a machine that is slower or faster than the one it was taken on.
 
-The profile's reference kernels are timed here for a second or so, in every weight format of the
-profile. What each took, over what the profile says, is a *factor* of its device, phase and format,
+The profile's reference kernels are timed here for a second or so, in one weight format with
+floating-point activations and one with integers: every other format has kernels of its own to
+compile. What each took, over what the profile says, is a *factor* of its device, phase and format,
 and `scaled` multiplies the profile's times by the factors.
 """
 
@@ -66,11 +67,11 @@ DEFAULT: Final = ReferencePolicy()
 def scaled(profile: DeviceProfile, factors: Factors) -> DeviceProfile:
     """Return the profile with the times of every device and phase multiplied.
 
-    A matmul's factor is that of its format. What has no format (the other operators, bandwidths,
-    the reference kernels) has that of the format in which the profile's reference kernels ran,
-    which is its first. Times on every core are the GPU's: they follow it, and so does what they
-    cost besides. Preparation, synchronisation, and how much the devices disturb each other (a
-    ratio) stay as they are.
+    A matmul's factor is that of its format, or else of one with the same kind of activations. What
+    has no format (the other operators, bandwidths, the reference kernels) has that of the format in
+    which the profile's reference kernels ran, which is its first. Times on every core are the
+    GPU's: they follow it, and so does what they cost besides. Preparation, synchronisation, and how
+    much the devices disturb each other (a ratio) stay as they are.
     """
     own = _Own(profile, factors)
     return profile.model_copy(
@@ -108,11 +109,13 @@ class _Own:
         self._measured = {row.kind for row in profile.matmuls}
 
     def matmul(self, device: DeviceKind, phase: Phase, weight_format: WeightFormat) -> float:
-        """Return the factor of a format; one derived from others has that of the first."""
-        factor = self._factors.get((device, phase, weight_format))
-        if factor is None and (device, phase, weight_format) not in self._measured:
-            factor = self._factors.get((device, phase, self._first.get(device, weight_format)))
-        return 1.0 if factor is None else factor
+        """Return the factor of a format; one derived from others may have that of the first."""
+        floats = weight_format.activations.are_floats
+        like = [x for x in WeightFormat if x.activations.are_floats == floats]
+        if (device, phase, weight_format) not in self._measured:
+            like.append(self._first.get(device, weight_format))
+        kinds = [(device, phase, x) for x in (weight_format, *like)]
+        return next((self._factors[kind] for kind in kinds if kind in self._factors), 1.0)
 
     def non_matmul(self, device: DeviceKind, phase: Phase) -> float:
         """Return the factor of what has no format."""
@@ -173,15 +176,18 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def reference_tasks(profile: DeviceProfile) -> tuple[Task, ...]:
-    """Return the reference kernels of every device and phase, in every format of the profile.
+    """Return the reference kernels of every device and phase, of floats and of integers.
 
-    Raises `ProfileError` for a profile that measured no kernels (of a simulated chip).
+    Of the profile's formats those that come first in `WeightFormat` are taken. Raises
+    `ProfileError` for a profile that measured no kernels (of a simulated chip).
     """
-    formats = dict.fromkeys(row.kind for row in profile.matmuls if row.order == "plain")
-    tasks = [
-        _reference(profile, device, phase, weight_format)
-        for device, phase, weight_format in formats
-    ]
+    measured = {row.kind for row in profile.matmuls if row.order == "plain"}
+    kinds: dict[tuple[DeviceKind, Phase, bool], WeightFormat] = {}
+    for weight_format in WeightFormat:
+        floats = weight_format.activations.are_floats
+        for device, phase, _ in sorted(x for x in measured if x[2] is weight_format):
+            kinds.setdefault((device, phase, floats), weight_format)
+    tasks = [_reference(profile, *kind[:2], weight_format) for kind, weight_format in kinds.items()]
     if not tasks:
         raise ProfileError(f"profile {profile.name} has no times of kernels that ran")
     return tuple(tasks)

@@ -60,6 +60,7 @@ BRIEFLY = {
     f"quality.py outliers demo {TEXTS} -s none --tokens 40": "| none |",
     f"quality.py excess demo {TEXTS} --tokens 40": "| down |",
     "contexts.py figures 14 --hours 1": "| 16 |",
+    "contexts.py planning -r 3": "| 256 |",
     "contexts.py figures 2": "| one context",
     "contexts.py measure -n 8 -c 2 --disk 100e6 --part 0.125 --answer 4": "| hetero |",
     "serving.py demo -n 20 -r 1": "| parser / decode, % |",

@@ -146,6 +146,26 @@ def test_formats_have_factors_of_their_own_and_the_first_counts_for_the_rest(
     )
 
 
+def test_a_format_without_a_kernel_that_was_timed_has_the_factor_of_one_that_computes_alike() -> (
+    None
+):
+    """More formats in a profile add no kernels that a first start has to compile."""
+    taken = DeviceProfile.load("host-avx2")
+    formats = {row.weight_format for row in taken.matmuls}
+    assert {"w4a16", "w4a8", "w8a8", "gguf-a16"} <= formats
+    tasks = reference_tasks(taken)
+    assert len(tasks) == 8
+    assert {task.weight_format for task in tasks} == {"w4a16", "w4a8"}
+    floats, integers = 2.0, 3.0
+    wanted = {("gpu", "decode", WeightFormat.W4A16): floats,
+              ("gpu", "decode", WeightFormat.W4A8): integers}  # fmt: skip
+    here = scaled(taken, wanted)
+    for row, before in zip(here.matmuls, taken.matmuls, strict=True):
+        factor = floats if row.weight_format.activations.are_floats else integers
+        factor = factor if row.kind[:2] == ("gpu", "decode") else 1.0
+        assert row.seconds == before.seconds * factor
+
+
 def test_trees_and_models_are_scaled_too() -> None:
     tree = Tree(feature=(0, -1, -1), threshold=(5.0, 0.0, 0.0), left=(1, 0, 0), right=(2, 0, 0),
                 value=(0.0, 0.3, -0.2))  # fmt: skip
