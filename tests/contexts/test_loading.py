@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -196,11 +197,13 @@ def test_a_plan_of_more_chunks_takes_no_more_calls() -> None:
             elif event == "c_call":
                 counted[getattr(called, "__name__", "")] += 1
 
+        gc.disable()  # hypothesis times each collection
         sys.setprofile(count)
         try:
             plan_load(pieces, 16, rates, LAYERS)
         finally:
             sys.setprofile(None)
+            gc.enable()
         return counted
 
     few, many = calls(256), calls(2048)
