@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -44,9 +44,31 @@ class StepSearch:
 
         None where no device can run it.
         """
+        times = list(times)
         matmuls = {name: priced(x, self.objective) for name, x in candidates.items()}
-        solved = [self._with_groups(x, matmuls, heads) for x in times]
-        return min((s for s in solved if s is not None), key=lambda s: s.path.cost, default=None)
+        solved = [*self._chained(times, candidates, heads)]
+        solved += [self._with_groups(x, matmuls, heads) for x in times]
+        return min((s for s in solved if s is not None), key=self._cost, default=None)
+
+    def _chained(
+        self, times: Iterable[NonMatmulTimes], candidates: Candidates, heads: Heads
+    ) -> Iterator[Solution | None]:
+        """Yield the decode step on the GPU alone, where its launches cost less if all are its.
+
+        The layers' search adds up options, so it cannot see that one cut takes this from all.
+        """
+        whole = {name: [o.unrestricted() for o in x if o.mode == "gpu"]
+                 for name, x in candidates.items()}  # fmt: skip
+        saves = self.scenario.phase == "decode" and self.overheads.chained_s(1) > 0
+        if saves and all(whole.values()) and (not isinstance(heads, int) or heads == 0):
+            matmuls = {name: priced(x, self.objective) for name, x in whole.items()}
+            for own in times:
+                if own.device == "gpu":
+                    yield self._with_groups(own, matmuls, 0)
+
+    def _cost(self, solution: Solution) -> float:
+        """Return the cost of a step with what it takes besides its operators."""
+        return solution.path.cost + self.objective.idle * solution.around_s
 
     def shared(self, alone: Solution, candidates: Candidates, heads: Heads) -> Solution | None:
         """Return the best step of a prompt in which a matmul leaves the one device of `alone`.

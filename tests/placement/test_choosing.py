@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hetero import LLM, UserError
+from hetero.backends.formats import WeightFormat
 from hetero.backends.opencl import driver_of
 from hetero.backends.opencl.drivers.levels import LEVELS
 from hetero.models import model_spec
@@ -31,6 +32,7 @@ from hetero.solver.prepared import prepare_solver
 from hetero.solver.report.units import duration
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
+from tests.profiler.fakes import only_formats
 from tests.runtime.models import tiny_model
 
 NAMES = {"gpu": "opencl", "npu": "ort-cpu"}
@@ -197,6 +199,7 @@ def test_derived_times_must_be_better_by_more(
     monkeypatch: pytest.MonkeyPatch, host: DeviceProfile, weights: str, share: float, mode: str
 ) -> None:
     """The profile has no times of files."""
+    host = only_formats(host, WeightFormat.W4A16, WeightFormat.W4A8)
     times = {"gpu": 10.0, "npu": 20.0, TENSOR_LEVEL: 10 * share}
     seconds = {name: PhaseSeconds(s / 2, s / 2) for name, s in times.items()}
     monkeypatch.setattr("hetero.placement.by_profile.compare", lambda *_, **__: seconds)

@@ -19,6 +19,7 @@ from hetero.profiler.non_matmul_ops import BLOCKS
 from hetero.profiler.options import Options
 from hetero.profiler.records import (
     CapabilityRecord,
+    DeviceProfile,
     DeviceRecord,
     Knots,
     MatMulRow,
@@ -107,3 +108,23 @@ def knots(*points: tuple[int, float]) -> Knots:
 def sizes(*values: int) -> tuple[np.ndarray, ...]:  # type: ignore[type-arg]
     """One-element float arrays, as the predictors take them."""
     return tuple(np.asarray([float(value)]) for value in values)
+
+
+def only_formats(profile: DeviceProfile, *formats: WeightFormat) -> DeviceProfile:
+    """A profile that measured no other weight formats."""
+    return profile.model_copy(
+        update={
+            name: tuple(x for x in getattr(profile, name) if x.weight_format in formats)
+            for name in ("matmuls", "predictors", "every_core")
+        }
+    )
+
+
+def without_ops(profile: DeviceProfile, *ops: str) -> DeviceProfile:
+    """A profile of before these operators were timed, in any format."""
+    return profile.model_copy(
+        update={
+            name: tuple(x for x in getattr(profile, name) if x.op.split("+")[0] not in ops)
+            for name in ("others", "other_predictors")
+        }
+    )

@@ -42,7 +42,17 @@ from hetero.solver.planner import Planner
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.request import DECODE, PlanRequest
 from hetero.solver.solution import Scenario
-from tests.profiler.fakes import PAIRS, W4, devices, gpu_cost, knots, npu_cost, options, record
+from tests.profiler.fakes import (
+    PAIRS,
+    W4,
+    devices,
+    gpu_cost,
+    knots,
+    npu_cost,
+    only_formats,
+    options,
+    record,
+)
 
 W8 = WeightFormat.W4A8
 KINDS: tuple[DeviceKind, ...] = ("gpu", "npu")
@@ -131,6 +141,7 @@ def test_what_belongs_to_a_phase_follows_and_the_rest_stays(host: DeviceProfile)
 def test_formats_have_factors_of_their_own_and_the_first_counts_for_the_rest(
     host: DeviceProfile,
 ) -> None:
+    host = only_formats(host, W4, W8)
     first, second = (
         scaled(host, {("gpu", "prefill", weight_format): 3.0}) for weight_format in (W4, W8)
     )

@@ -37,6 +37,7 @@ from hetero.profiler.substitutes import (
     proxy_predictor,
     with_file_formats,
 )
+from tests.profiler.fakes import only_formats
 
 WIDTH = 96
 RECORDS: dict[str, Op] = {
@@ -192,7 +193,7 @@ def test_files_take_longer_on_processors(name: str, slower: bool, wanted: Weight
 @pytest.mark.full
 def test_what_was_measured_of_files_is_not_derived() -> None:
     """Kind by kind: a profile of before every core was measured in them has their substitutes'."""
-    host = DeviceProfile.load("host")
+    host = only_formats(DeviceProfile.load("host"), WeightFormat.W4A16, WeightFormat.W4A8)
     own = tuple(
         p.model_copy(update={"weight_format": WeightFormat.GGUF_A16, "scale": {"prefill": 7.0}})
         for p in host.predictors

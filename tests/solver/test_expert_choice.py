@@ -35,6 +35,7 @@ from hetero.solver.options import INF
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.request import PlanRequest
 from hetero.solver.strategy_plans import strategy_plan
+from tests.profiler.fakes import without_ops
 from tests.solver.test_repredict import slower
 from tests.support.selection import examples
 
@@ -43,8 +44,8 @@ EXPERTS = ("gpu", "npu")
 
 
 def profile(*able: str, gpu_factor: float = 1.0, limit_bytes: int | None = None) -> DeviceProfile:
-    """The host's, whose `able` devices say that they compute experts."""
-    taken = slower(DeviceProfile.load("host"), "gpu", gpu_factor)
+    """The host's without times of experts, whose `able` devices say that they compute them."""
+    taken = slower(without_ops(DeviceProfile.load("host"), "Experts"), "gpu", gpu_factor)
     return able_at(taken, *able, limit_bytes=limit_bytes)
 
 

@@ -114,7 +114,7 @@ def test_a_step_costs_what_each_layer_costs(m: int) -> None:
             wanted += solution.options[node.plan_op].elapsed_s
     steps = sum(count * option.elapsed_s for option, _, count in walk(solution.path).steps)
     assert steps == pytest.approx(wanted, rel=1e-9)
-    assert solution.path.cost >= steps
+    assert solution.path.cost >= steps * (1 - 1e-12)  # the same additions in another order
 
 
 def test_a_memory_limit_walks_the_same_stages() -> None:
@@ -179,7 +179,7 @@ def test_lengths_never_seen_are_planned_within_what_is_prepared() -> None:
 @pytest.mark.parametrize(
     ("profile", "model", "plan_id"),
     [
-        ("host", "llama-3.2-1b", "537566e6704e"),
+        ("host", "llama-3.2-1b", "44ac71835512"),
         ("host-avx2", "gemma-2-2b", "dfb4386ec3cc"),
         ("snapdragon-8-gen-3", "phi-2", "263f004e4e0d"),
         ("snapdragon-8-gen-3-strong-npu", "qwen2.5-0.5b", "d7a8da028749"),

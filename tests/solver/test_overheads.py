@@ -55,9 +55,15 @@ def test_each_correction_shows_in_the_profile_that_it_was_measured_for(correctio
 @pytest.mark.full
 def test_decoding_on_the_gpu_alone_saves_what_fused_launches_do() -> None:
     """A launch's saving for each operation; prompts and steps of both devices save nothing."""
-    profile = DeviceProfile.load("host")
-    gpu = profile.sync["gpu"].model_copy(update={"chain_s": 1e-6})
-    chained = profile.model_copy(update={"sync": {**profile.sync, "gpu": gpu}})
+    host = DeviceProfile.load("host")
+    profile, chained = (
+        host.model_copy(
+            update={
+                "sync": host.sync | {"gpu": host.sync["gpu"].model_copy(update={"chain_s": saved})}
+            }
+        )
+        for saved in (0.0, 1e-6)
+    )
     spec = model_spec("llama-3.2-1b")
     for scenario in (Scenario("decode", 1), Scenario("prefill", 64)):
         for device in KINDS:
