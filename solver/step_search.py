@@ -46,25 +46,28 @@ class StepSearch:
         """
         times = list(times)
         matmuls = {name: priced(x, self.objective) for name, x in candidates.items()}
-        solved = [*self._chained(times, candidates, heads)]
-        solved += [self._with_groups(x, matmuls, heads) for x in times]
-        return min((s for s in solved if s is not None), key=self._cost, default=None)
+        solved = [self._with_groups(x, matmuls, heads) for x in times]
+        best = min((s for s in solved if s is not None), key=self._cost, default=None)
+        for alone in self._chained(times, candidates, heads):
+            if best is None or self._cost(best) > (1 - self.margin) * self._cost(alone):
+                best = alone
+        return best
 
     def _chained(
         self, times: Iterable[NonMatmulTimes], candidates: Candidates, heads: Heads
-    ) -> Iterator[Solution | None]:
+    ) -> Iterator[Solution]:
         """Yield the decode step on the GPU alone, where its launches cost less if all are its.
 
-        The layers' search adds up options, so it cannot see that one cut takes this from all.
+        The layers' search adds up options, so it cannot see that one cut takes this from all: cuts
+        must be better together by the margin, too.
         """
         whole = {name: [o.unrestricted() for o in x if o.mode == "gpu"]
                  for name, x in candidates.items()}  # fmt: skip
         saves = self.scenario.phase == "decode" and self.overheads.chained_s(1) > 0
         if saves and all(whole.values()) and (not isinstance(heads, int) or heads == 0):
             matmuls = {name: priced(x, self.objective) for name, x in whole.items()}
-            for own in times:
-                if own.device == "gpu":
-                    yield self._with_groups(own, matmuls, 0)
+            alone = (self._with_groups(x, matmuls, 0) for x in times if x.device == "gpu")
+            yield from (x for x in alone if x is not None)
 
     def _cost(self, solution: Solution) -> float:
         """Return the cost of a step with what it takes besides its operators."""
