@@ -11,7 +11,9 @@ from hetero.profiler.records import DeviceProfile
 from hetero.solver.host_queue import CORRECTIONS, HostQueue
 from hetero.solver.overheads import Overheads
 from hetero.solver.planner import Planner
+from hetero.solver.request import DECODE
 from hetero.solver.solution import Scenario, Solution
+from tests.solver.test_repredict import slower
 
 SCENARIOS = (Scenario("prefill", 64), Scenario("prefill", 300), Scenario("decode", 1))
 
@@ -73,3 +75,21 @@ def test_decoding_on_the_gpu_alone_saves_what_fused_launches_do() -> None:
             saves = scenario.phase == "decode" and device == "gpu"
             saved_s = 1e-6 * len(spec.nodes) if saves else 0.0
             assert plain.seconds - less.seconds == pytest.approx(saved_s, abs=1e-12)
+
+
+def test_cuts_of_a_decode_step_gain_more_than_its_fused_launches() -> None:
+    """The layers' search adds up options: what one cut takes from all launches is none of them."""
+    host, spec = slower(DeviceProfile.load("host"), "npu", 0.5), model_spec("llama-3.2-1b")
+    cut = []
+    for saved in (0.0, 1e-6, 1e-5, 1e-4):
+        gpu = host.sync["gpu"].model_copy(update={"chain_s": saved})
+        planner = Planner(spec, host.model_copy(update={"sync": host.sync | {"gpu": gpu}}))
+        best, alone = planner.solve(DECODE), planner.single(DECODE, "gpu")
+        assert alone is not None
+        cut.append(not best.alone_on("gpu"))
+        if cut[-1]:
+            assert best.seconds < (1 - planner.settings.rules.margin) * alone.seconds
+        else:
+            assert best.seconds <= alone.seconds
+    assert cut[0]
+    assert not cut[-1]
