@@ -26,7 +26,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from common import finish, integers, new_app, table
+from common import finish, integers, new_app, table, timed
 from lab.forecasts import ForecastService, learned, oracle, recency
 from lab.managers import HETERO, MANAGERS, Manager, contenders
 from lab.simulated import Call, Machine, SimulatedService, most_tokens, simulated_codec
@@ -35,7 +35,7 @@ from parts import context_figures
 
 from hetero.arguments import check_one_of
 from hetero.contexts.codec import CHUNK_TOKENS, HALF, MIXED, NESTED, RAW, ChunkCodec
-from hetero.contexts.load_plan import LoadItem, Rates, plan_load
+from hetero.contexts.load_plan import Rates, plan_load
 from hetero.contexts.service import AppContext, Service
 from hetero.generation.llm import LLM
 from hetero.runtime.kv.kv_cache import CacheLayout
@@ -205,16 +205,13 @@ def planning(runs: Annotated[int, typer.Option("-r")] = 50) -> None:
     for count in (64, 256, 1024, 4096):
         nbytes = codec.nbytes(CHUNK_TOKENS, 8)
         items = [rates.load_item(CHUNK_TOKENS, 8, nbytes * (1 + i % 3)) for i in range(count)]
-        times = [_planned_s(items, rates) for _ in range(runs)]
+        times = [
+            timed(lambda x=items: plan_load(x, CHUNK_TOKENS, rates, LLAMA.layers))  # type: ignore[misc]
+            for _ in range(runs)
+        ]
         rows.append([count, f"{1e3 * statistics.median(times):.2f}", f"{1e3 * min(times):.2f}"])
     table("chunks|median, ms|fastest, ms", rows)
     finish()
-
-
-def _planned_s(items: Sequence[LoadItem], rates: Rates) -> float:
-    start_s = time.perf_counter()
-    plan_load(items, CHUNK_TOKENS, rates, LLAMA.layers)
-    return time.perf_counter() - start_s
 
 
 @app.command("figures")

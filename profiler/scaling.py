@@ -107,15 +107,19 @@ class _Own:
         self._factors = factors
         self._first = {p.device: p.weight_format for p in reversed(profile.predictors)}
         self._measured = {row.kind for row in profile.matmuls}
+        self._known: dict[Kind, float] = {}
 
     def matmul(self, device: DeviceKind, phase: Phase, weight_format: WeightFormat) -> float:
         """Return the factor of a format; one derived from others may have that of the first."""
-        floats = weight_format.activations.are_floats
-        like = [x for x in WeightFormat if x.activations.are_floats == floats]
-        if (device, phase, weight_format) not in self._measured:
-            like.append(self._first.get(device, weight_format))
-        kinds = [(device, phase, x) for x in (weight_format, *like)]
-        return next((self._factors[kind] for kind in kinds if kind in self._factors), 1.0)
+        kind = (device, phase, weight_format)
+        if kind not in self._known:
+            floats = weight_format.activations.are_floats
+            like = [x for x in WeightFormat if x.activations.are_floats == floats]
+            if kind not in self._measured:
+                like.append(self._first.get(device, weight_format))
+            kinds = [kind, *((device, phase, x) for x in like)]
+            self._known[kind] = next((self._factors[x] for x in kinds if x in self._factors), 1.0)
+        return self._known[kind]
 
     def non_matmul(self, device: DeviceKind, phase: Phase) -> float:
         """Return the factor of what has no format."""

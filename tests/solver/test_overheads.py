@@ -54,18 +54,16 @@ def test_each_correction_shows_in_the_profile_that_it_was_measured_for(correctio
     assert [x.seconds for x in without] != [x.seconds for x in solutions(profile)]
 
 
+def saving(chain_s: float, profile: DeviceProfile) -> DeviceProfile:
+    """A profile by which each launch of a fused one saves so many seconds."""
+    gpu = profile.sync["gpu"].model_copy(update={"chain_s": chain_s})
+    return profile.model_copy(update={"sync": profile.sync | {"gpu": gpu}})
+
+
 @pytest.mark.full
 def test_decoding_on_the_gpu_alone_saves_what_fused_launches_do() -> None:
     """A launch's saving for each operation; prompts and steps of both devices save nothing."""
-    host = DeviceProfile.load("host")
-    profile, chained = (
-        host.model_copy(
-            update={
-                "sync": host.sync | {"gpu": host.sync["gpu"].model_copy(update={"chain_s": saved})}
-            }
-        )
-        for saved in (0.0, 1e-6)
-    )
+    profile, chained = (saving(x, DeviceProfile.load("host")) for x in (0.0, 1e-6))
     spec = model_spec("llama-3.2-1b")
     for scenario in (Scenario("decode", 1), Scenario("prefill", 64)):
         for device in KINDS:
@@ -82,8 +80,7 @@ def test_cuts_of_a_decode_step_gain_more_than_its_fused_launches() -> None:
     host, spec = slower(DeviceProfile.load("host"), "npu", 0.5), model_spec("llama-3.2-1b")
     cut = []
     for saved in (0.0, 1e-6, 1e-5, 1e-4):
-        gpu = host.sync["gpu"].model_copy(update={"chain_s": saved})
-        planner = Planner(spec, host.model_copy(update={"sync": host.sync | {"gpu": gpu}}))
+        planner = Planner(spec, saving(saved, host))
         best, alone = planner.solve(DECODE), planner.single(DECODE, "gpu")
         assert alone is not None
         cut.append(not best.alone_on("gpu"))
