@@ -7,10 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -209,18 +208,15 @@ def test_a_model_that_fails_to_load_can_be_asked_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_an_idle_model_is_unloaded_one_at_work_is_not(tmp_path: Path) -> None:
+def test_an_idle_model_is_unloaded_and_loaded_when_it_is_asked_for(tmp_path: Path) -> None:
     with serving(tmp_path, "--sleep-idle-seconds", "0.2") as server:
         wait_for(lambda: states(server) == {"demo": "unloaded"})
         wait_for(lambda: engines(server) == [])
         body = {**ASKED, "max_tokens": 400, "prompt": "Once", "stream": True}
         with server.client() as client:
             with client.stream("POST", "/v1/completions", json=body) as answer:
-                start_s = time.monotonic()
-                for _ in answer.iter_lines():
-                    assert states(server) == {"demo": "loaded"}
-                    if time.monotonic() > start_s + 0.5:
-                        break
+                next(answer.iter_lines())
+                assert states(server) == {"demo": "loaded"}
             wait_for(lambda: states(server) == {"demo": "unloaded"})
             assert client.get("/health").status_code == 200
             assert client.post("/tokenize", json={"prompt": "Once"}).status_code == 200
@@ -263,15 +259,51 @@ def loaded_after(asked: str, sizes: dict[str, int], most_bytes: int | None, most
                 await models.hold(models.find(name), leases)
         return [x.name for x in models.served if x.loaded]
 
+    models = models_of(sizes, most=most, most_bytes=most_bytes)
+    with engines_of(sizes):
+        return "".join(asyncio.run(use()))
+
+
+def models_of(sizes: dict[str, int], **limits: Any) -> Models:
+    """Models that are thought to take 1 byte."""
+
     def state(name: str) -> Any:
         return SimpleNamespace(names=[name], model=SimpleNamespace(name=name), engine=None)
 
     served = [ServedModel(state(name), {"model": name}, 1) for name in sizes]
-    models = Models(served, None, Metrics(sizes), most=most, most_bytes=most_bytes)  # type: ignore[arg-type]
+    return Models(served, None, Metrics(sizes), **limits)  # type: ignore[arg-type]
+
+
+@contextmanager
+def engines_of(sizes: dict[str, int]) -> Iterator[None]:
+    """Engines take these sizes inside the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "sizes", sizes)
         patch.setattr("hetero.serving.served_models.EngineClient", Engine)
-        return "".join(asyncio.run(use()))
+        yield
+
+
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_a_model_at_work_is_not_idle(names: str) -> None:
+    """However long it works; afterwards it is unloaded, and loaded when it is asked for."""
+    idle_s = 0.05
+
+    async def use() -> None:
+        await models.start()
+        with ExitStack() as leases:
+            await models.hold(models.find("a"), leases)
+            await asyncio.sleep(6 * idle_s)
+            assert models.find("a").loaded
+        async with asyncio.timeout(30):
+            while models.find("a").loaded:
+                await asyncio.sleep(idle_s)
+        with ExitStack() as leases:
+            await models.hold(models.find("a"), leases)
+            assert models.find("a").loaded
+
+    models = models_of(dict.fromkeys(names, 1), idle_s=idle_s)
+    with engines_of(dict.fromkeys(names, 1)):
+        asyncio.run(use())
 
 
 def test_the_least_recently_used_models_make_room() -> None:
