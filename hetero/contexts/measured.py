@@ -29,7 +29,7 @@ from hetero.contexts.prompt_times import CalibratedTimes, Point, PredictedTimes,
 from hetero.errors import UserError
 from hetero.runtime.kv.context import Context
 
-MEASURES: Final = 6  # version of what is measured: a folder of another one measures again
+MEASURES: Final = 7  # version of what is measured: a folder of another one measures again
 SAMPLE_TOKENS: Final = 512
 # Prose and code, for scales of channels that fit what people write.
 SAMPLE_TEXT: Final = """The harbour lay quiet under a thin rain when the last ferry came in. \
@@ -128,29 +128,35 @@ def measure_prompts(
     return points
 
 
-def measure_run(context: Context, vocabulary: int, prefill: Prefill) -> float | None:
+def measure_run(
+    context: Context,
+    vocabulary: int,
+    prefill: Prefill,
+    now: Callable[[], float] = time.perf_counter,
+) -> float | None:
     """Return the seconds that another run of tokens to compute adds to a call.
 
-    A call of one run is compared with one of as many tokens in four. None where the context is too
-    short for that.
+    A call of one run is compared with one of as many tokens in four, each of lengths that no call
+    had before: what it takes to prepare such a call counts, since few texts lack the same chunks.
+    None where the context is too short for that.
     """
     length = min(CHUNK_TOKENS, (context.home.max_tokens - 1) // 8)
     if not length:
         return None
     text = sample(vocabulary, 8 * length)
     places = range(length, 7 * length, 2 * length)
-    times = []
-    for holes in ((), tuple((at, at + length) for at in places)):
-        stop = (7 if holes else 4) * length
-
-        def run(holes: Any = holes, stop: int = stop) -> None:
+    holes = tuple((at, at + length) for at in places)
+    one, four = list[float](), list[float]()
+    for turn in range(max(1, min(3, (length - 1) // 2))):
+        for times, stop, missing in ((one, 4 * length, ()), (four, 7 * length, holes)):
+            fewer = min(2 * turn + (times is four), length - 1)
             context.adopt(text[:stop])
-            context.holes = holes
-            prefill(text[stop:])
-
-        times.append(_min_s(run))
+            context.holes = missing
+            start_s = now()
+            prefill(text[stop : len(text) - fewer])
+            times.append(now() - start_s)
     context.adopt(())
-    return max((times[1] - times[0]) / 3, 1e-9)
+    return max((min(four) - min(one)) / 3, 1e-9)
 
 
 def measure_disk(folder: Path) -> dict[str, float]:

@@ -22,7 +22,12 @@ from hypothesis import strategies as st
 from hetero.backends.host import time_limits
 from hetero.backends.host.clock import ManualClock
 from hetero.contexts.load_plan import LoadItem, Rates, plan_load
-from hetero.contexts.measured import LONGEST_BEFORE, PROMPTS, measure_prompts
+from hetero.contexts.measured import (
+    LONGEST_BEFORE,
+    PROMPTS,
+    measure_prompts,
+    measure_run,
+)
 from hetero.contexts.prompt_times import (
     CalibratedTimes,
     PredictedTimes,
@@ -271,6 +276,27 @@ def test_a_slow_device_is_measured_once_and_behind_less(
     assert [x[:2] for x in points] == [[m, at] for at in (0, before) for m in PROMPTS]
     assert [x[2] for x in points] == pytest.approx([token_s * x[0] for x in points])
     assert clock.now() < most_s
+
+
+@pytest.mark.parametrize("longest", [9, 30, 8000])
+def test_another_run_of_tokens_costs_what_preparing_its_call_does(longest: int) -> None:
+    """Calls that were prepared before are faster, and what is timed would be those."""
+    clock, seen = ManualClock(), set[tuple[int, int]]()
+    context: Any = SimpleNamespace(home=SimpleNamespace(max_tokens=longest), holes=())
+    context.adopt = lambda tokens: setattr(context, "holes", ())
+
+    def prefill(text: Sequence[int]) -> None:
+        runs = 1 + len(context.holes)
+        tokens = len(text) + sum(b - a for a, b in context.holes)
+        prepared = (runs, tokens) in seen
+        seen.add((runs, tokens))
+        clock.sleep(1e-4 * tokens + 1e-3 * runs + (0.0 if prepared else 2e-3 * runs))
+
+    run_s = measure_run(context, 100, prefill, clock.now)
+    assert run_s == pytest.approx(3e-3, abs=1e-4)
+    assert context.holes == ()
+    context.home.max_tokens = 8
+    assert measure_run(context, 100, prefill, clock.now) is None
 
 
 def test_held_times_are_the_measured_ones_where_there_are_some() -> None:
