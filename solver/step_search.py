@@ -48,10 +48,11 @@ class StepSearch:
         matmuls = {name: priced(x, self.objective) for name, x in candidates.items()}
         solved = [self._with_groups(x, matmuls, heads) for x in times]
         best = min((s for s in solved if s is not None), key=self._cost, default=None)
-        for alone in self._chained(times, candidates, heads):
-            if best is None or self._cost(best) > (1 - self.margin) * self._cost(alone):
-                best = alone
-        return best
+        if best is None or best.alone_on("gpu"):
+            return best
+        most = 1.0 if best.alone_on("npu") else 1 - self.margin  # of the GPU alone
+        chained = self._chained(times, candidates, heads)
+        return next((x for x in chained if self._cost(best) > most * self._cost(x)), best)
 
     def _chained(
         self, times: Iterable[NonMatmulTimes], candidates: Candidates, heads: Heads

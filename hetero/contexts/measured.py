@@ -148,12 +148,13 @@ def measure_run(
     holes = tuple((at, at + length) for at in places)
     one, four = list[float](), list[float]()
     for turn in range(max(1, min(3, (length - 1) // 2))):
-        for times, stop, missing in ((one, 4 * length, ()), (four, 7 * length, holes)):
-            fewer = min(2 * turn + (times is four), length - 1)
+        ways = (one, 4 * length, ()), (four, 7 * length, holes)
+        # Odd and even lengths, none of them of `PROMPTS`.
+        for fewer, (times, stop, missing) in enumerate(ways, start=2 * turn + 1):
             context.adopt(text[:stop])
             context.holes = missing
             start_s = now()
-            prefill(text[stop : len(text) - fewer])
+            prefill(text[stop : len(text) - min(fewer, length - 1)])
             times.append(now() - start_s)
     context.adopt(())
     return max((min(four) - min(one)) / 3, 1e-9)

@@ -128,8 +128,8 @@ def test_every_core_gains_of_a_file_what_it_gains_of_its_substitute(wanted: str)
     formats = WeightFormat.W4A16, WeightFormat.W4A8
     host = only_formats(DeviceProfile.load("host"), *formats)
     profile = CostModel(host).profile
-    found = file_substitution(host, WeightFormat(wanted))
-    assert found is not None
+    known = file_substitution(host, WeightFormat(wanted))
+    assert known is not None
     speedups = {(x.weight_format, x.phase): x.speedup for x in profile.every_core}
     for phase in ("prefill", "decode"):
-        assert speedups[WeightFormat(wanted), phase] == speedups[WeightFormat(found.source), phase]
+        assert speedups[WeightFormat(wanted), phase] == speedups[WeightFormat(known.source), phase]
