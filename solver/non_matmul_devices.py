@@ -23,7 +23,7 @@ from hetero.profiler.model_graph import ModelGraph
 
 ON_THE_GPU: Final = (Outliers, Router, Experts, GatedAdd)
 LACKING: Final[dict[type[Op], str]] = {  # in NPUs' graphs, in words
-    GatedDelta: "gated delta rules",
+    GatedDelta: "the states of gated delta rules",
     ShortConv: "the states of convolutions",
     Router: "routing to experts",
     GatedAdd: "gates of shared experts",

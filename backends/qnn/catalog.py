@@ -11,7 +11,7 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.groups import Group
 from hetero.backends.ops import Op
 from hetero.backends.protocol import WeightValue
-from hetero.backends.qnn import graphs, integer
+from hetero.backends.qnn import delta_matmuls, graphs, integer
 from hetero.backends.qnn.graph_store import GraphIdentity, weight_digest
 from hetero.backends.qnn.graphs import is_static
 
@@ -24,6 +24,7 @@ class GraphSizes:
     again (docs/explanation/qnn.md has the compiler's figures):
 
     rows          most tokens of a graph
+    delta_rows    of a gated delta rule, whose pairs of tokens are products too
     large_k       input features from which half as many spill less. A large n does not spill
     scaled_rows   with integer activations and a scale for each row of the weight, of which less is
                   spilled; with groups, which QNN computes in fp16, `rows`
@@ -36,6 +37,7 @@ class GraphSizes:
     """
 
     rows: int = 256
+    delta_rows: int = 64
     large_k: int = 4096
     scaled_rows: int = 512
     large_int_k: int = 8192
@@ -64,6 +66,8 @@ def chunk_rows(op: Op) -> int:
     """Return most tokens of one graph."""
     if is_static(op):
         return SIZES.scaled_rows
+    if isinstance(op, ops.GatedDelta):
+        return SIZES.delta_rows
     widest = op.k if isinstance(op, ops.MatMul) else 0
     if isinstance(op, ops.Experts):
         widest = max(op.d, op.f)
@@ -121,6 +125,12 @@ def graph(op: Op, m: int, weights: Mapping[str, WeightValue], digest: str) -> Gr
         one = alone(op)
         return Graph(
             GraphIdentity(repr(one), m, weights=digest), lambda: graphs.expert(one, m, weights)
+        )
+    if isinstance(op, ops.GatedDelta):
+        rule = replace(op, width=0)  # the host gives the graph its gates
+        return Graph(
+            GraphIdentity(repr(rule), m),
+            lambda: delta_matmuls.gated_delta(rule, m, graphs.OPSET),
         )
     plain = replace(op, order="plain") if isinstance(op, ops.MatMul) else op
     return Graph(

@@ -24,7 +24,7 @@ from hetero.backends.protocol import (
     Kernel,
     WeightValue,
 )
-from hetero.backends.qnn import catalog, expert_kernel, graphs, kernels
+from hetero.backends.qnn import catalog, delta_kernel, expert_kernel, graphs, kernels
 from hetero.backends.qnn.graph_store import GraphStore
 from hetero.backends.qnn.group_kernel import GroupKernel
 from hetero.backends.qnn.integer import ACTIVATIONS, Activations, has_row_scales
@@ -217,6 +217,10 @@ class QnnDevice(Device, SupportsGroups):
                 return self._prepare_attention(op)
             case ops.Experts():
                 return self._prepare_experts(op, weights)
+            case ops.GatedDelta():
+                vectors = graphs.vectors_of(op, weights)
+                sessions = self._sessions(op, weights)
+                return delta_kernel.DeltaKernel(self._host, op, sessions, vectors)
             case _:
                 vectors = graphs.vectors_of(op, weights)
                 conv = isinstance(op, ops.ShortConv)
@@ -287,8 +291,6 @@ def _lacks(op: Op) -> str:
     match op:
         case ops.SumScores() | ops.DecodeChunks():
             return "what contexts as a service need is computed on the host"
-        case ops.GatedDelta():
-            return "its graphs have no recurrence from token to token"
         case ops.Router():
             return "its graphs round to float16, which would choose other experts"
         case ops.GatedAdd():

@@ -119,7 +119,7 @@ def _half_tolerance(op: Op) -> float:
             return HALF_TOLERANCE_CHAIN
         case ops.MatMul() | ops.Embed() | ops.Add() | ops.AddPositions():
             return HALF_TOLERANCE
-        case ops.ShortConv():  # a gate's product, each tap's, their sum, an activation, a gate
+        case ops.ShortConv() | ops.GatedDelta():  # products and sums of several in a row
             return 2 * HALF_TOLERANCE_CHAIN
         case ops.Attention():
             # A score of size s is off by s·2⁻¹², which multiplies its weight; s is about scale·D.

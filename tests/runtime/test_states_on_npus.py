@@ -1,6 +1,6 @@
 """Layers with states on QNN, whose graphs keep none: the GPU has them if there is one.
 
-Alone the NPU computes short convolutions, whose state the host keeps, and no delta nets.
+Alone the NPU computes them in graphs of a chunk, between which the host keeps the state.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from hetero import LLM
 from hetero.backends import ops
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
+from hetero.backends.protocol import WeightValue
 from hetero.backends.registry import open_device
 from hetero.models import model_spec
 from hetero.profiler.records import DeviceProfile
@@ -55,23 +56,17 @@ def test_a_gpu_and_an_npu_share_a_model_of_delta_nets(checkpoint: tuple[Path, ob
     assert relative_error(np.stack(got), expected[19:]) <= HALF_TOLERANCE
 
 
-def test_an_npu_alone_says_what_it_lacks(checkpoint: tuple[Path, object]) -> None:
-    folder, _ = checkpoint
-    with pytest.raises(DeviceError, match="no recurrence from token to token; use --device h"):
-        LLM(str(folder), device="npu", npu="qnn", weights=WeightFormat.F16, kv="f32")
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("pieces", [(20,), (1, 2, 17)])
-def test_an_npu_alone_computes_short_convolutions(
-    tmp_path_factory: pytest.TempPathFactory, pieces: tuple[int, ...]
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5"])
+def test_an_npu_alone_computes_what_keeps_a_state(
+    tmp_path: Path, name: str, pieces: tuple[int, ...]
 ) -> None:
-    """LFM2 as `transformers` computes it, in calls that no graph has the token count of."""
-    folder = tmp_path_factory.mktemp("lfm2")
-    model = make_checkpoint(next(x for x in CASES if x.kind == "Lfm2"), folder, spread=0.05)
+    """As `transformers` computes it, in calls that no graph has the token count of."""
+    model = make_checkpoint(next(x for x in CASES if x.name == name), tmp_path, spread=0.05)
     tokens = np.random.default_rng(0).integers(3, 263, 23).tolist()
     expected = reference_logits(model, tokens)
-    with LLM(str(folder), device="npu", npu="qnn", weights=WeightFormat.F16, kv="f32") as llm:
+    with LLM(str(tmp_path), device="npu", npu="qnn", weights=WeightFormat.F16, kv="f32") as llm:
         got, start = [], 0
         for count in pieces:
             got = [llm.engine.prefill(llm.context, tokens[start : start + count]).copy()]
@@ -83,8 +78,6 @@ def test_an_npu_alone_computes_short_convolutions(
 @pytest.mark.parametrize(
     ("op", "sentence"),
     [
-        (ops.GatedDelta(k_heads=1, v_heads=1, k_dim=8, v_dim=8, eps=1e-6),
-         "its graphs have no recurrence from token to token"),
         (ops.Attention(heads=2, kv_heads=1, head_dim=8, capacity=8, reads=True),
          "its attention reads the caches that it appends to"),
         (ops.Attention(heads=2, kv_heads=1, head_dim=8, capacity=8, sinks=True),
@@ -102,12 +95,15 @@ def test_what_the_graphs_lack_is_planned_on_the_gpu_and_said(op: ops.Op, sentenc
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("qwen3.5-0.8b", "the states of convolutions (18 layers), gated delta rules (18 layers)"),
+        (
+            "qwen3.5-0.8b",
+            "the states of convolutions (18 layers), the states of gated delta rules (18 layers)",
+        ),
         ("gemma-4-e2b", "attention to another layer's keys and values (20 layers)"),
         ("gpt-oss-20b", "attention with sinks (24 layers), routing to experts (24 layers)"),
         (
             "qwen3.5-35b-a3b",
-            "the states of convolutions (30 layers), gated delta rules (30 layers), "
+            "the states of convolutions (30 layers), the states of gated delta rules (30 layers), "
             "routing to experts (40 layers), gates of shared experts (40 layers)",
         ),
         ("qwen3-4b", ""),
@@ -134,12 +130,26 @@ def test_the_commands_say_what_npus_lack(command: Command, checkpoint: tuple[Pat
         assert "on the GPU, because graphs of NPUs do not have them: the states" in said
 
 
-def test_sums_beyond_half_precision_are_an_error() -> None:
-    """A sum inside the graph could saturate without a word: it is refused before."""
-    op = ops.ShortConv(d=2, taps=3, gated=True)
+@pytest.mark.parametrize(
+    ("op", "weights"),
+    [
+        (ops.ShortConv(d=2, taps=3, gated=True), {"taps": np.full(6, 1e-6, np.float32)}),
+        (
+            ops.GatedDelta(k_heads=1, v_heads=1, k_dim=8, v_dim=8, eps=1e-6),
+            {"decay": np.zeros(1, np.float32), "dt_bias": np.zeros(1, np.float32),
+             "norm": np.full(8, 1e-6, np.float32)},
+        ),
+    ],
+)  # fmt: skip
+def test_sums_beyond_half_precision_are_an_error(
+    op: ops.ShortConv | ops.GatedDelta, weights: dict[str, WeightValue]
+) -> None:
+    """A sum inside the graph could saturate without a word: it is refused."""
     with open_device("qnn", graph_sizes=(1,), cache=None) as device:
-        kernel = device.prepare(op, {"taps": np.full(6, 1e-6, np.float32)})
-        tensors = make_tensors(op, 1, np.random.default_rng(0), device=device)
+        kernel = device.prepare(op, weights)
+        tensors = make_tensors(op, 1, np.random.default_rng(0), position=1, device=device)
         tensors["x"].array[:] = 300.0
+        for port in {"delta_state"} & set(tensors):
+            tensors[port].array[:] = 2000.0  # fits, times √8 does not
         with pytest.raises(DeviceError, match="FP16_OVERFLOW"):
             kernel.bind(tensors, 1).run()
