@@ -73,11 +73,11 @@ class SupportsFusedLaunch(ABC):
     """Many launches run as one, without the driver between them."""
 
     @abstractmethod
-    def fuse(self, runs: Sequence[Stages]) -> Sequence[BoundCall] | None:
+    def fuse(self, runs: Sequence[Stages], *, compiles: bool = True) -> Sequence[BoundCall] | None:
         """Return one launch for each run of this device's calls that computes the same.
 
         Calls keep their order, except within one stage, whose calls are independent. None where
-        nothing is gained by it.
+        nothing is gained by it, or a program would have to be compiled and `compiles` is False.
         """
 
 

@@ -7,6 +7,7 @@ python bench/kernels.py ceiling                  # one core reads memory, the ot
 python bench/kernels.py unused-device            # mode hetero with a plan of the GPU alone
 python bench/kernels.py growth                   # what a longer context costs
 python bench/kernels.py chains                   # a step in one launch and in many
+python bench/kernels.py lengths                  # prompts whose length is new, and fused launches
 python bench/kernels.py rows                     # a step for several contexts
 python bench/kernels.py memory-models            # hand-overs where memory is not coherent
 python bench/kernels.py experts-times            # of routed experts, into a shipped profile
@@ -41,6 +42,7 @@ from parts.attention import attention
 from parts.chains import chains
 from parts.experts_times import experts_times
 from parts.growth import growth
+from parts.lengths import lengths
 from parts.matmul import matmul
 from parts.memory_models import memory_models
 from parts.rows import rows
@@ -63,6 +65,7 @@ app.command("unused-device")(unused_device)
 app.command("experts-times")(experts_times)
 app.command("growth")(growth)
 app.command("chains")(chains)
+app.command("lengths")(lengths)
 app.command("rows")(rows)
 app.command("memory-models")(memory_models)
 SHAPES = {"qkv": (3072, 2048), "o": (2048, 2048), "gate_up": (16384, 2048), "down": (2048, 8192)}

@@ -19,6 +19,7 @@ from hetero.profiler.records import phase_of
 from hetero.solver.kernel_times import Bools, Floats, KernelTimes
 from hetero.solver.overheads import CutTimes, Overheads
 
+LONGEST_FUSED: Final = 6e8  # FLOPs of a prompt's launch: longer ones save less than a twentieth
 Correction: TypeAlias = Literal["chains", "gates", "queue", "restart", "spread", "step"]
 CORRECTIONS: Final[frozenset[Correction]] = frozenset(get_args(Correction))
 FAR: Final = 9.0  # deviations between two times of which the shorter one does not matter
@@ -89,7 +90,8 @@ class HostQueue(Overheads):
     busy_s      one submission after others, made by the thread on which the NPU's calls block
     step_s      the thread's time before the first and after the last launch of a step; None:
                 not measured
-    chain_s     what a launch saves in a fused launch (`SupportsFusedLaunch`)
+    chain_s     what a launch saves in a fused launch (`SupportsFusedLaunch`), of steps that decode
+                and of prompts of up to `LONGEST_FUSED` for each launch
     varies      whether times vary (`CostModel.spread`)
     stays_busy  whether a queue must have its next launch before it runs dry; where times vary that
                 is a chance, which `HostCutTimes.restarts_s` has

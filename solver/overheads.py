@@ -159,7 +159,7 @@ class Overheads:
         return 0.0
 
     def chained_s(self, launches: int) -> float:  # noqa: ARG002
-        """Return what a decoding step on the GPU alone takes less than its launches one by one."""
+        """Return what so many launches of a step on the GPU alone take less than one by one."""
         return 0.0
 
     def resume_s(self, gap_s: float) -> float:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, TypeAlias
 
 from hetero.profiler.model_graph import ModelGraph, OpName, Stage
 from hetero.solver.heads import Heads, allowed
+from hetero.solver.host_queue import LONGEST_FUSED
 from hetero.solver.layer_dp import PricedOptions, Repeated, priced, solve_layers
 from hetero.solver.non_matmul import NonMatmulTimes
 from hetero.solver.options import Objective, Option, PowerModel
@@ -57,15 +59,15 @@ class StepSearch:
     def _chained(
         self, times: Iterable[NonMatmulTimes], candidates: Candidates, heads: Heads
     ) -> Iterator[Solution]:
-        """Yield the decode step on the GPU alone, where its launches cost less if all are its.
+        """Yield the step on the GPU alone, where its launches cost less if all are its.
 
         The layers' search adds up options, so it cannot see that one cut takes this from all: cuts
         must be better together by the margin, too.
         """
         whole = {name: [o.unrestricted() for o in x if o.mode == "gpu"]
                  for name, x in candidates.items()}  # fmt: skip
-        saves = self.scenario.phase == "decode" and self.overheads.chained_s(1) > 0
-        if saves and all(whole.values()) and (not isinstance(heads, int) or heads == 0):
+        uncut = all(whole.values()) and (not isinstance(heads, int) or heads == 0)
+        if uncut and self._chained_s > 0:
             matmuls = {name: priced(x, self.objective) for name, x in whole.items()}
             alone = (self._with_groups(x, matmuls, 0) for x in times if x.device == "gpu")
             yield from (x for x in alone if x is not None)
@@ -169,10 +171,20 @@ class StepSearch:
         solution = Solution(
             self.scenario, chosen, non_matmul, path, self.power, around_s, attention, sampled
         )
-        if prefill or not solution.alone_on("gpu"):
+        if not solution.alone_on("gpu"):
             return solution
-        saved_s = min(self.overheads.chained_s(len(self.spec.nodes)), MAX_SAVED * solution.seconds)
+        saved_s = min(self._chained_s, MAX_SAVED * solution.seconds)
         return solution._replace(around_s=around_s - saved_s)
+
+    @cached_property
+    def _chained_s(self) -> float:
+        """Return what the step takes less on the GPU alone than its launches one by one."""
+        launches = len(self.spec.nodes)
+        weights = sum(x.count * x.n * x.k for x in self.spec.matmuls)
+        prompt = self.scenario.phase == "prefill"
+        if prompt and 2 * weights * self.scenario.m > LONGEST_FUSED * launches:
+            return 0.0
+        return self.overheads.chained_s(launches)
 
 
 class _Run:

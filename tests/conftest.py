@@ -116,7 +116,7 @@ def no_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     tests of many models leave to those of one.
     """
     if not selection.exhaustive():
-        monkeypatch.setattr("hetero.runtime.step.fuse_program", lambda program, *_: program)
+        monkeypatch.setattr("hetero.runtime.step.fuse_program", lambda program, *_, **__: program)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """Pauses garbage collection.
 
-Imports and models create some hundred thousand objects at once that stay, and Python scans all of
-them every time there are a quarter more.
+Imports, models and steps create many thousand objects at once that stay, and Python scans all of
+them every time there are a quarter more: of a step that is lowered it took two fifths of the time.
 """
 
 from __future__ import annotations

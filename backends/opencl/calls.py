@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -137,21 +138,28 @@ class OpenCLKernel(Kernel):
         self._keep = tuple(keep)
 
     def bind(self, tensors: Mapping[str, Operand], m: int) -> OpenCLCall:
-        """See `Kernel.bind`. Kernels are specialised here, not at the first run."""
+        """See `Kernel.bind`. Kernels are specialised here, not at the first run.
+
+        But where calls are fused: one that only runs in fused launches needs no kernel objects,
+        which are half of what binding takes.
+        """
         self._device.check()
         check_tensors(self.op, tensors, m, reads_panels=True)
         name = describe(self.op)
         with decoded(f"binding {name}"):
-            return OpenCLCall(
+            call = OpenCLCall(
                 self._device, name, m, self._launches(tensors, m), tensors, keep=(self,)
             )
+            if not self._device.fuses:
+                call.prepare()
+            return call
 
 
 class OpenCLCall(BoundCall):
     """A flat list of launches with every argument set.
 
     `clSetKernelArg` retains nothing, so the call keeps what its launches point to. `launches` are
-    those, each with its arguments as they are set.
+    those, each with its arguments as they are set, by `prepare` or the first run.
     """
 
     fusible = True
@@ -171,10 +179,18 @@ class OpenCLCall(BoundCall):
         self.device = device
         self._keep: list[object] = [*keep, *tensors.values()]
         self.launches = [(launch, self._values(launch)) for launch in launches]
-        self._bound = [self._bind(*launch) for launch in self.launches]
         in_place = device.coherent or device.explicit_handovers
         self._inputs = [] if in_place else _regions(device, tensors, INPUT_PORTS, m)
         self._outputs = [] if in_place else _regions(device, tensors, OUTPUT_PORTS, m)
+
+    def prepare(self) -> None:
+        """See `BoundCall.prepare`: make the kernel objects of the launches."""
+        _ = self._bound
+
+    @cached_property
+    def _bound(self) -> list[tuple[cl.Kernel, Size, Size]]:
+        with decoded(f"binding {self.name}"):
+            return [self._bind(*launch) for launch in self.launches]
 
     def submit(self) -> OpenCLCompletion:
         """Enqueue every launch in order and flush."""

@@ -186,9 +186,9 @@ class OpenCLDevice(
         """See `SupportsPrewarm.discard_prewarm`."""
         self.programs.discard_prewarm()
 
-    def fuse(self, runs: Sequence[Stages]) -> Sequence[OpenCLCall] | None:
+    def fuse(self, runs: Sequence[Stages], *, compiles: bool = True) -> Sequence[OpenCLCall] | None:
         """See `SupportsFusedLaunch.fuse`."""
-        return fuse(self, runs)
+        return fuse(self, runs, compiles=compiles)
 
     def transfer(self, host: Tensor, own: Tensor, *, to_device: bool) -> TransferCall:
         """See `SupportsHandovers.transfer`."""

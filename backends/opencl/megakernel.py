@@ -12,6 +12,7 @@ is the host's and whose kernels are work-items on threads: a work-group of one i
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -71,13 +72,15 @@ class _Entry(NamedTuple):
     called: tuple[int, str, str]
 
 
-def fuse(device: Resources, runs: Sequence[Stages]) -> list[OpenCLCall] | None:
+def fuse(
+    device: Resources, runs: Sequence[Stages], *, compiles: bool = True
+) -> list[OpenCLCall] | None:
     """Return each run of calls as one, or None for devices and calls that cannot be fused.
 
-    Calls of one stage do not wait for each other, where they can do without.
+    Calls of one stage do not wait for each other, where they can do without. None, too, where the
+    program is not compiled yet, unless this call `compiles` it.
     """
-    in_place = device.coherent or (device.unified_memory and device.explicit_handovers)
-    if device.tuning.lanes > 1 or not in_place:
+    if not device.fuses:
         return None
     calls = [call for run in runs for stage in run for call in stage]
     if any(not isinstance(call, OpenCLCall) or call.device is not device for call in calls):
@@ -90,7 +93,10 @@ def fuse(device: Resources, runs: Sequence[Stages]) -> list[OpenCLCall] | None:
         return None
     called = tuple(Called(source, *key[1:]) for key, source in kernels.items())
     width = HEAD + max(len(entry.values) for entry in every)
-    program = device.programs.take(_fused_source(called, width, PATIENCE))
+    whole, programs = _fused_source(called, width, PATIENCE), device.programs
+    program = programs.take(whole) if compiles else programs.known(whole)
+    if program is None:
+        return None
     numbers = {key: number for number, key in enumerate(kernels)}
     where = _addresses(device, program, every)
     fused = []
@@ -102,6 +108,7 @@ def fuse(device: Resources, runs: Sequence[Stages]) -> list[OpenCLCall] | None:
         members = [call for stage in stages for call in stage]
         name = f"{len(members)} calls, the last of which is {members[-1].name}"
         fused.append(OpenCLCall(device, name, members[-1].m, [launch], {}, keep=tuple(members)))
+        fused[-1].prepare()
     return fused
 
 
@@ -114,7 +121,7 @@ def _table(
     """Return the table that fused_launch.cl reads: a row for each launch."""
     table = np.zeros((len(run), width), dtype=np.uint64)
     for row, entry in zip(table, run, strict=True):
-        wide, groups = entry.launch.global_size[0], int(np.prod(entry.launch.global_size))
+        wide, groups = entry.launch.global_size[0], math.prod(entry.launch.global_size)
         words = [_word(value, where) for value in entry.values]
         row[: HEAD + len(words)] = (numbers[entry.called], wide, groups, entry.waits, *words)
     return table

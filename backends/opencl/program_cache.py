@@ -66,9 +66,21 @@ class ProgramCache:
             self._coming.pop(source.digest, None)
             if program is None:
                 program = self._compiler.program(self._context, self._device, source)
-            self._programs[source.digest] = program
-            self._sources[id(program)] = source
+            self._add(source, program)
         return self._programs[source.digest]
+
+    def _add(self, source: ProgramSource, program: cl.Program) -> None:
+        self._programs[source.digest] = program
+        self._sources[id(program)] = source
+
+    def known(self, source: ProgramSource) -> cl.Program | None:
+        """Return the program of a source if it is compiled already, in this process or another."""
+        if source.digest not in self._programs and source.digest not in self._coming:
+            program = self._known(source)
+            if program is None:
+                return None
+            self._add(source, program)
+        return self.take(source)
 
     def source_of(self, program: cl.Program) -> ProgramSource:
         """Return the source that one of these programs was built from."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Final, TypeAlias
 
 import pyopencl as cl
@@ -55,8 +55,13 @@ def program_source(
 
 def source_of(files: Sequence[str], options: Sequence[str]) -> ProgramSource:
     """Return the program of files of `kernels/`, whose name is the last one's."""
+    return _source_of(tuple(files), tuple(options))
+
+
+@lru_cache(maxsize=512)  # with its digest: every call of a step asks for its program
+def _source_of(files: tuple[str, ...], options: tuple[str, ...]) -> ProgramSource:
     text = "".join(source(part) for part in files)
-    return ProgramSource(files[-1], text, tuple(options), tuple(files))
+    return ProgramSource(files[-1], text, options, files)
 
 
 def uncached(context: cl.Context, text: str) -> cl.Program:

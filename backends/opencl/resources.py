@@ -106,6 +106,15 @@ class Resources(Device):
         self._health = Health(BACKEND, threads=True)
 
     @property
+    def fuses(self) -> bool:
+        """Return whether launches can be fused (`megakernel`).
+
+        They can where memory is the host's and kernels are work-items on threads.
+        """
+        in_place = self.coherent or (self.unified_memory and self.explicit_handovers)
+        return self.tuning.lanes == 1 and bool(in_place)
+
+    @property
     def has_svm(self) -> bool:
         """Return whether the driver has fine-grained shared virtual memory."""
         try:

@@ -78,7 +78,9 @@ class WaitValueCall(BoundCall):
     def _bound(self, polls: int) -> OpenCLCall:
         program = flag_program(self.device)
         launch = KernelLaunch(program, "wait_value", (1,), (1,), (1, self._tensor, polls))
-        return OpenCLCall(self.device, self.name, 1, [launch], {}, keep=(self._tensor,))
+        call = OpenCLCall(self.device, self.name, 1, [launch], {}, keep=(self._tensor,))
+        call.prepare()
+        return call
 
 
 class OpenCLStreamSignal(StreamSignal):

@@ -36,14 +36,15 @@ def fused_results_match(
 ) -> bool:
     """Run the steps of a context that have fused launches both ways, and compare their logits.
 
-    They run on a token after its text, or on as many as they have rows, and the logits are compared
-    bit by bit; where they differ, the next start does so again. A device that fails here fails in
-    the next step, too, which reports it. They write after the text, where the next step writes
-    again. False where a full context has no room for it, or another thread still writes.
+    They run on tokens after its text, and the logits are compared bit by bit; where they differ,
+    the next start does so again. A device that fails here fails in the next step, too, which
+    reports it. They write after the text, where the next step writes again; a prompt's step does
+    not run where there is a text, for which rows of a sliding window may have to move. False where
+    a full context has no room for it, or another thread still writes.
     """
     pairs = []
     for step in steps:
-        ran, compiled = fused(step, devices)
+        ran, compiled = fused(step, devices, compiles=True)
         if not compiled:
             return False
         if ran is not step:
@@ -54,12 +55,18 @@ def fused_results_match(
         return False
     if any(x.cached and x.cache.layout.states for x in contexts):
         return False  # the second run would start from other states
-    token = vocab_size // 2  # the first ones may stand for nothing: zeros are always right
     positions, bases = [x.cached for x in contexts], [x.cache.base for x in contexts]
-    pool.feed_rows([token] * len(contexts), positions, bases)
     with suppress(DeviceError):
-        runs = ([_logits(x, executor, devices) for x in pair] for pair in pairs)
-        if all(unfused == fused_launches for unfused, fused_launches in runs):
+        for step, ran in pairs:
+            if step.phase == "decode":
+                pool.feed_rows(_tokens(len(contexts), vocab_size), positions, bases)
+            elif any(positions) or step.tokens > max_seq_len:
+                continue
+            else:
+                pool.feed(_tokens(step.tokens, vocab_size), 0)
+            if _logits(step, executor, devices) != _logits(ran, executor, devices):
+                break
+        else:
             return True
         _warn(
             devices,
@@ -68,14 +75,19 @@ def fused_results_match(
     return False
 
 
-def fused(step: Step, devices: Devices) -> tuple[Step, bool]:
+def _tokens(count: int, vocab_size: int) -> list[int]:
+    """Return different tokens; the first ones may stand for nothing: zeros are always right."""
+    return [vocab_size // 2 + i % (vocab_size // 2) for i in range(count)]
+
+
+def fused(step: Step, devices: Devices, *, compiles: bool) -> tuple[Step, bool]:
     """Return the fused step, for runs that are not timed call by call.
 
     It is the step itself and False, with a warning, where the driver's compiler fails on the
     program of many kernels, as it did on none.
     """
     try:
-        return step.fused(devices), True
+        return step.fused(devices, compiles=compiles), True
     except KernelBuildError as error:
         _warn(devices, f"are not compiled by this driver: {error}")
         return step, False
@@ -87,7 +99,7 @@ def _warn(devices: Devices, why: str) -> None:
         if isinstance(device, SupportsPrewarm):
             device.discard_prewarm()
     warnings.warn(
-        f"decoding runs call by call because the same kernels in one launch (a chain) {why}",
+        f"steps run call by call because the same kernels in one launch (a chain) {why}",
         FallbackWarning,
         stacklevel=3,
     )

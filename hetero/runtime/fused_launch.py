@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Final, TypeAlias
 
+from hetero.backends.host.gc_pause import gc_paused
 from hetero.backends.optional import SupportsFusedLaunch
 from hetero.backends.protocol import EVERY_KIND, BoundCall, Device, DeviceKind
 from hetero.runtime.program import SIGNAL, SUBMIT, WAIT, Action, Launch
@@ -20,17 +21,27 @@ SHORTEST: Final = 8  # fewer gain less than it costs to compile a program for th
 Run: TypeAlias = Sequence[Action]
 
 
+@gc_paused()
 def fuse_program(
-    program: tuple[Action, ...], launches: tuple[Launch, ...], devices: Mapping[DeviceKind, Device]
+    program: tuple[Action, ...],
+    launches: tuple[Launch, ...],
+    devices: Mapping[DeviceKind, Device],
+    *,
+    compiles: bool,
 ) -> tuple[Action, ...]:
-    """Return the program with fused launches in place of runs of submissions, if there are any."""
+    """Return the program with fused launches in place of runs of submissions, if there are any.
+
+    `compiles` is as in `SupportsFusedLaunch.fuse`.
+    """
     runs = list(_runs(program, launches))
     instead: dict[int, Action] = {}  # by place in `runs`
     for kind in {run[0].kind for run in runs}:
         own = [at for at, run in enumerate(runs) if run[0].kind == kind and len(run) >= SHORTEST]
         stages = [_stages(runs[at], launches) for at in own]
         device = devices[EVERY_KIND[kind]]
-        calls = device.fuse(stages) if stages and isinstance(device, SupportsFusedLaunch) else None
+        calls = None
+        if stages and isinstance(device, SupportsFusedLaunch):
+            calls = device.fuse(stages, compiles=compiles)
         for at, call in zip(own, calls or (), strict=bool(calls)):
             instead[at] = runs[at][-1]._replace(target=call.submit)
     if not instead:
@@ -64,9 +75,8 @@ def _runs(program: Sequence[Action], launches: Sequence[Launch]) -> Iterator[Run
 def _parts(run: Run) -> Iterator[Run]:
     """Split a run into as few parts of at most `LONGEST`, of about equal length."""
     count = -(-len(run) // LONGEST)
-    length = -(-len(run) // count) if count else 1
-    for start in range(0, len(run), length):
-        yield run[start : start + length]
+    for part in range(count):
+        yield run[part * len(run) // count : (part + 1) * len(run) // count]
 
 
 def _stages(run: Run, launches: Sequence[Launch]) -> list[list[BoundCall]]:

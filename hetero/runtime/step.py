@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Final, NamedTuple, TypeAlias
 
+from hetero.backends.host.gc_pause import gc_paused
 from hetero.backends.ops import OUTPUT_PORTS
 from hetero.backends.optional import StreamSignal
 from hetero.backends.protocol import EVERY_KIND, BoundCall, Completion, DeviceKind, Operand
@@ -80,6 +81,7 @@ class Step:
     )
     _fused: Step | None = field(default=None, init=False, repr=False)
     _fuse_tried: bool = field(default=False, init=False, repr=False)
+    _prepared: bool = field(default=False, init=False, repr=False)
 
     def on(self, cache: KvCache) -> Step:
         """Return the step on a context's keys and values. Raises what binding does."""
@@ -105,6 +107,7 @@ class Step:
         cached.move_to_end(key)
         return bound
 
+    @gc_paused()
     def _bound(self, caches: Sequence[KvCache]) -> Step:
         program, launches = bind_program(self.program, self.launches, caches)
         return replace(
@@ -143,17 +146,27 @@ class Step:
         waits = (action.launch for action in reversed(self.program) if action.code == WAIT)
         return next(waits, -1)
 
-    def fused(self, devices: Devices) -> Step:
-        """Return a bound decode step with fused submissions, where the device can fuse.
+    def fused(self, devices: Devices, *, compiles: bool) -> Step:
+        """Return a bound step with fused submissions, where the device can fuse.
 
-        It is for runs that are not timed call by call. Made on first use.
+        It is for runs that are not timed call by call. Made on first use, which compiles a program
+        if it `compiles`.
         """
-        if self.phase == "decode" and not self._fuse_tried:
+        if not self._fuse_tried:
             self._fuse_tried = True
-            program = fuse_program(self.program, self.launches, devices)
+            program = fuse_program(self.program, self.launches, devices, compiles=compiles)
             if program is not self.program:
                 self._fused = replace(self, program=program)
         return self._fused or self
+
+    def prepare(self) -> None:
+        """Prepare every call that the program runs, once."""
+        if not self._prepared:
+            for action in self.program:
+                call = getattr(action.target, "__self__", None)
+                if isinstance(call, BoundCall):
+                    call.prepare()
+            self._prepared = True
 
     def behind(self, gate: LayerGate) -> Step:
         """Return a bound step that waits for the layers of its cache, for one run."""

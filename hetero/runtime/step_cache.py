@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
+from hetero.backends.host.gc_pause import gc_paused
 from hetero.errors import memory_for
 from hetero.runtime.holes import Shape
 from hetero.runtime.kernels import OnlineCall
@@ -165,6 +166,7 @@ class StepCache:
         self._steps.move_to_end(key)
         return self._steps[key]
 
+    @gc_paused()
     def _lower(self, key: StepKey) -> Step:
         if len(key.chunks) == 1:
             (m,) = key.chunks

@@ -14,6 +14,7 @@ from hetero.runtime.attention_scores import rows_of
 from hetero.runtime.control import ControlThread
 from hetero.runtime.executor import Executor, OnDeviceBusy, nothing
 from hetero.runtime.fused_check import fused, fused_results_match
+from hetero.runtime.fused_prompts import FusedPrompts
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
 from hetero.runtime.holes import TextPiece, shape_of
 from hetero.runtime.kernels import Devices
@@ -32,7 +33,7 @@ class StepRunner:
     """Runs the steps of a cache on the devices that `use` names. Owned by the control thread.
 
     `trace` records steps where one was started; `gpu_share` pauses after steps where the GPU may
-    only be busy for part of the time. `fuses`: decode steps run in fused launches, which `validate`
+    only be busy for part of the time. `fuses`: steps run in fused launches, which `validate`
     switches off where the driver miscompiles them. `copied_bytes` were copied between the devices'
     memories so far. `watch` is called after a step of one context with its phase, tokens, the
     tokens before them, and its seconds.
@@ -52,8 +53,15 @@ class StepRunner:
         self._last_run: StepRun | None = None
         self._loading_step: Step | None = None
 
-    def use(self, devices: Devices, pool: ActivationPool, adapter: Adapter | None) -> None:
+    def use(
+        self,
+        devices: Devices,
+        pool: ActivationPool,
+        adapter: Adapter | None,
+        fused_prompts: FusedPrompts,
+    ) -> None:
         """Run the next steps on these devices. `adapter` observes steps that are due."""
+        self._fused_prompts = fused_prompts
         self._devices, self._pool, self._adapter = devices, pool, adapter
         self._open = tuple((kind, device.info.backend) for kind, device in devices.items())
         self.set_timing(False)
@@ -245,9 +253,16 @@ class StepRunner:
         """Run a step whose inputs are in the pool."""
         with self.control.on_core():
             self.steps.lowering.row_scores.begin()
-            unfused = self._timed or not self.fuses or step is self._loading_step
-            ran, self.fuses = (step, self.fuses) if unfused else fused(step, self._devices)
+            ran, waited_s = step, None
+            prompt = step.phase == "prefill"
+            may_fuse = self.fuses and not self._timed and step is not self._loading_step
+            if may_fuse and (not prompt or self._fused_prompts.fit(step)):
+                # Of prompts the usual program is compiled at the first start, and no other.
+                ran, self.fuses = fused(step, self._devices, compiles=not prompt)
+            if prompt and ran is not step:
+                waited_s = self._fused_prompts.waited_s(step)
             run = self.executor.run(ran, on_device_busy, self._devices.values())
+            self._fused_prompts.observe(waited_s, run.wall_s)
             self._last_run = run
         self._last = weakref.ref(ran)
         self.copied_bytes += step.copied_bytes

@@ -29,6 +29,7 @@ BRIEFLY = {
     "kernels.py matmul --formats w4a16 --tokens 1 --shapes 64x64 -r 1 --streamed-mb 1": "| 64x64 |",
     "kernels.py split -m 8 -r 1": "| down | 8 |",
     "kernels.py chains --model demo --gpu opencl -p 4 -n 2 -r 1": "x as fast",
+    "kernels.py lengths --gpu opencl -p 4 -n 1 -r 1": "| 4 |",
     "kernels.py rows --counts 1,2 -p 4 -n 2 -r 1": "| 2 |",
     "kernels.py growth --model demo --gpu opencl --contexts 8,32,64 -n 2 -r 1": "decode grows by",
     "kernels.py unused-device -p 4 -n 2 -r 1": "speed of hetero over gpu",

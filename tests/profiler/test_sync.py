@@ -92,7 +92,7 @@ def test_what_a_launch_saves_when_fused(monkeypatch: pytest.MonkeyPatch, how: st
     monkeypatch.setattr(sync, "_call", lambda device, width: call)
 
     class Fusing(SupportsFusedLaunch):
-        def fuse(self, runs: Any) -> list[InFusedLaunch] | None:
+        def fuse(self, runs: Any, *, compiles: bool = True) -> list[InFusedLaunch] | None:
             if how == "fails":
                 raise KernelBuildError(
                     "opencl", "building fused_launch.cl", "the driver's compiler hung"

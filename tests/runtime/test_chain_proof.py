@@ -77,9 +77,9 @@ def test_a_driver_that_makes_other_values_of_a_chain_runs_call_by_call(
 ) -> None:
     folder, answers = tiny_model(tmp_path), []
     with monkeypatch.context() as patch:
-        patch.setattr(OpenCLDevice, "fuse", lambda _self, runs: [run[0][0] for run in runs])
+        patch.setattr(OpenCLDevice, "fuse", lambda _self, runs, **_: [x[0][0] for x in runs])
         for length in (61, 61, 64):  # it is not taken for known at the next start
-            with pytest.warns(FallbackWarning, match="decoding runs call by call") as caught:
+            with pytest.warns(FallbackWarning, match="steps run call by call") as caught:
                 llm = LLM(str(folder), device="gpu", gpu="opencl", max_seq_len=length)
             with llm:
                 found, made = logits(llm)
@@ -118,7 +118,7 @@ def test_a_compiler_that_fails_on_a_chain_costs_no_device(
 ) -> None:
     """Which it has compiled the chain's kernels for: decoding goes on call by call."""
 
-    def crash(*_: Any) -> None:
+    def crash(*_: Any, **__: Any) -> None:
         raise KernelBuildError(
             "opencl", "building fused_launch.cl", "the driver's compiler crashed"
         )
@@ -137,7 +137,7 @@ def test_a_compiler_that_fails_on_a_chain_costs_no_device(
             assert llm.devices.name("gpu") == "opencl"
             assert not llm.devices.fallback
     assert [x.category for x in caught] == [FallbackWarning]
-    assert "decoding runs call by call" in str(caught[0].message)
+    assert "steps run call by call" in str(caught[0].message)
     assert "compiler crashed" in str(caught[0].message)
 
 

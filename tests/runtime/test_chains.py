@@ -39,7 +39,7 @@ class Device(SupportsFusedLaunch):
     def __init__(self, refuses: bool) -> None:
         self.refuses = refuses
 
-    def fuse(self, runs: Any) -> list[Chained] | None:
+    def fuse(self, runs: Any, *, compiles: bool) -> list[Chained] | None:
         return None if self.refuses else [Chained(run) for run in runs]
 
 
@@ -74,7 +74,7 @@ def check(seed: int) -> int:
     rng = random.Random(seed)
     program, launches = random_program(rng)
     devices: Any = {kind: Device(refuses=kind == "npu" and seed % 2 == 0) for kind in KINDS}
-    found = fuse_program(tuple(program), tuple(launches), devices)
+    found = fuse_program(tuple(program), tuple(launches), devices, compiles=True)
     chains = 0
     expected = iter(program)
     awaited = {action.launch for action in program if action.code in (WAIT, SIGNAL)}

@@ -205,6 +205,35 @@ def test_each_phase_and_length_predicts_for_itself(clock: BusyClock) -> None:
     assert other.prediction.expected_s > 15 * site.prediction.expected_s
 
 
+def test_a_new_length_begins_with_what_another_takes_at_least(clock: BusyClock) -> None:
+    owner = owner_of(clock)
+
+    def prompt(*chunks: int) -> WaitPoint:
+        return owner.wait_point(("prefill", chunks, "end", "lm_head"), "gpu", "a kernel")
+
+    first = prompt(64)
+    for _ in range(5):
+        wait(first, clock, 8e-3)
+    assert prompt(32).prediction.expected_s == pytest.approx(4e-3, rel=0.05)
+    for _ in range(5):
+        wait(prompt(32), clock, 6e-3)
+    assert prompt(128).prediction.expected_s == pytest.approx(6e-3, rel=0.05)
+    assert prompt(64, 64).prediction.expected_s == 0.0
+    clock.slept.clear()
+    wait(prompt(16), clock, 3.2e-3)
+    assert len(clock.slept) < 8
+
+
+@pytest.mark.parametrize("length_s", [1e-3, 30e-3, 0.5])
+def test_a_device_that_is_not_polled_keeps_its_cores(clock: BusyClock, length_s: float) -> None:
+    """Nothing is known of the wait: looks become rarer, and the end is noticed soon after it."""
+    site = site_of(clock)
+    site.owner.unpolled = frozenset({"gpu"})
+    late_s = wait(site, clock, length_s)
+    assert len(clock.slept) < 130 + length_s / POLICY.max_sleep_s
+    assert late_s < max(POLICY.min_sleep_s, POLICY.sleep_slice * length_s) + 2 * LATE_S
+
+
 class Preempted(At):
     """The core is lost at the second look."""
 

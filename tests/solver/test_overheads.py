@@ -61,27 +61,28 @@ def saving(chain_s: float, profile: DeviceProfile) -> DeviceProfile:
 
 
 @pytest.mark.full
-def test_decoding_on_the_gpu_alone_saves_what_fused_launches_do() -> None:
-    """A launch's saving for each operation; prompts and steps of both devices save nothing."""
+def test_steps_on_the_gpu_alone_save_what_fused_launches_do() -> None:
+    """A launch's saving for each operation; long prompts and steps of both devices save nothing."""
     profile, chained = (saving(x, DeviceProfile.load("host")) for x in (0.0, 1e-6))
     spec = model_spec("llama-3.2-1b")
-    for scenario in (Scenario("decode", 1), Scenario("prefill", 64)):
+    for scenario in (Scenario("decode", 1), Scenario("prefill", 32), Scenario("prefill", 64)):
         for device in KINDS:
             plain, less = (Planner(spec, x).single(scenario, device) for x in (profile, chained))
             assert plain is not None
             assert less is not None
-            saves = scenario.phase == "decode" and device == "gpu"
+            saves = scenario.m < 64 and device == "gpu"
             saved_s = 1e-6 * len(spec.nodes) if saves else 0.0
             assert plain.seconds - less.seconds == pytest.approx(saved_s, abs=1e-12)
 
 
-def test_cuts_of_a_decode_step_gain_more_than_its_fused_launches() -> None:
+@pytest.mark.parametrize("scenario", [DECODE, Scenario("prefill", 8)])
+def test_cuts_of_a_step_gain_more_than_its_fused_launches(scenario: Scenario) -> None:
     """The layers' search adds up options: what one cut takes from all launches is none of them."""
     host, spec = slower(DeviceProfile.load("host"), "npu", 0.5), model_spec("llama-3.2-1b")
     cut = []
     for saved in (0.0, 1e-6, 1e-5, 1e-4):
         planner = Planner(spec, saving(saved, host))
-        best, alone = planner.solve(DECODE), planner.single(DECODE, "gpu")
+        best, alone = planner.solve(scenario), planner.single(scenario, "gpu")
         assert alone is not None
         cut.append(not best.alone_on("gpu"))
         if cut[-1]:

@@ -39,7 +39,8 @@ class WaitPolicy:
     min_sleep_s       shortest sleep; where polling is not allowed, sleeps have this length
     max_sleep_s       slices of a long sleep, with a poll between them: a wait may be far shorter
                       than the one before (the first step of a model is slow)
-    sleep_slice       or this share of the sleep, if that is longer
+    sleep_slice       or this share of the sleep, if that is longer; sleeps between polls, where
+                      polling is not allowed, become as long of the time since the first
     worth             waits shorter than this many times the lateness are polled: a third of all
                       sleeps returns later than assumed and leaves a cold core
     long_s            waits longer than this are slept through whatever the lateness

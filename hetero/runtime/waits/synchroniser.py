@@ -48,6 +48,7 @@ class Synchroniser(SharedWaits):
         )
         self.flags: dict[DeviceKind, BoundCall] = trials.flags(self.signals) if fast else {}
         self._wait_points: dict[tuple[WaitKey, DeviceKind], WaitPoint] = {}
+        self._last: dict[tuple[object, ...], WaitPoint] = {}  # of any token count
 
     @property
     def eager(self) -> bool:
@@ -61,9 +62,15 @@ class Synchroniser(SharedWaits):
     def wait_point(self, key: WaitKey, kind: DeviceKind, name: str) -> WaitPoint:
         """Return the wait point of a phase, its chunks' tokens, the waiting and awaited node."""
         if (key, kind) not in self._wait_points:
-            self._wait_points[key, kind] = WaitPoint(self, key, kind, name)
+            point = self._wait_points[key, kind] = WaitPoint(self, key, kind, name)
+            phase, chunks, *operations = key
+            like = phase, len(chunks), *operations, kind
+            if (last := self._last.get(like)) is not None:
+                point.prediction.expected_s = last.at_least_s(sum(chunks))
+            self._last[like] = point
         return self._wait_points[key, kind]
 
     def close(self) -> None:
         """Drop the wait points, which refer to this object; idempotent."""
         self._wait_points.clear()
+        self._last.clear()

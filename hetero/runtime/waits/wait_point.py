@@ -26,6 +26,13 @@ class WaitPoint:
         self.prediction = Prediction(owner.policy)
         self.deadline_s = owner.deadline_s + sum(key[1]) * owner.token_s
 
+    def at_least_s(self, tokens: int) -> float:
+        """Return what the same wait takes at least in a step of another number of tokens.
+
+        Kernels take a time, and longer for more tokens, but no more than in proportion.
+        """
+        return self.prediction.expected_s * min(tokens / sum(self.key[1]), 1.0)
+
     @property
     def wait(self) -> Callable[[Completion], float]:
         """Return the wait by the owner's method (not stored: that would be a reference cycle)."""
@@ -104,16 +111,17 @@ class WaitPoint:
                 give_up_s += policy.stopped(polled_s - at_s)
 
     def _sleep_poll(self, completion: Completion, start_s: float) -> None:
-        """Poll between short sleeps.
+        """Poll between short sleeps, which become longer: each takes a core from the device.
 
         A thread that polls on a contended core loses it for milliseconds, or takes it from the
         device that it waits for.
         """
         owner, policy, clock = self.owner, self.owner.policy, self.owner.clock
-        polled_s = clock.now()
+        first_s = polled_s = clock.now()
         give_up_s = start_s + self.deadline_s
         while not completion.done():
-            clock.sleep(policy.min_sleep_s)
+            longer_s = min(policy.sleep_slice * (polled_s - first_s), policy.max_sleep_s)
+            clock.sleep(max(policy.min_sleep_s, longer_s))
             at_s = clock.now()
             give_up_s += policy.stopped(at_s - polled_s)
             polled_s = at_s

@@ -1,0 +1,142 @@
+"""Prompts in fused launches: which ones, what they compute, what binding them makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from hetero import LLM
+from hetero.backends.host.timers import process_waited_s
+from hetero.backends.opencl.calls import OpenCLCall
+from hetero.backends.opencl.device import OpenCLDevice
+from hetero.runtime.cache_calls import CacheCall
+from hetero.runtime.fused_prompts import CONTENDED, PAUSE, SHORT, FusedPrompts
+from hetero.runtime.program import SUBMIT
+from hetero.runtime.step import Step
+from hetero.solver.host_queue import LONGEST_FUSED
+from tests.support.checkpoints import CASES, make_checkpoint
+
+LAUNCHES = 10
+
+
+class Prompt:
+    """A step of so many FLOPs for each launch, where a token has one for each launch."""
+
+    def __init__(self, flops: float) -> None:
+        self.tokens, self.launches = round(flops), [None] * LAUNCHES
+
+
+def prompt(flops: float) -> Step:
+    return cast("Step", Prompt(flops))
+
+
+def policy(waited_s: list[float | None]) -> FusedPrompts:
+    """One whose process has waited for cores so long, at one look after the other."""
+    times: Iterator[float | None] = iter(waited_s)
+    return FusedPrompts(LAUNCHES, lambda: next(times))
+
+
+def test_long_launches_are_not_fused() -> None:
+    fused = policy([])
+    assert fused.fit(prompt(SHORT))
+    assert fused.fit(prompt(LONGEST_FUSED))
+    assert not fused.fit(prompt(LONGEST_FUSED * 1.01))
+
+
+def test_launches_that_are_not_short_pause_while_other_programs_take_cores() -> None:
+    middle, wall_s = prompt(2 * SHORT), 0.5
+    fused = policy([1.0, 1.0 + 1.1 * CONTENDED * wall_s, 2.0, 2.0])
+    fused.observe(fused.waited_s(middle), wall_s)
+    assert fused.fit(prompt(SHORT))
+    assert [fused.fit(middle) for _ in range(PAUSE)] == [False] * PAUSE
+    assert fused.fit(middle)
+    fused.observe(fused.waited_s(middle), wall_s)
+    assert fused.fit(middle)
+
+
+def test_where_waiting_is_not_known_prompts_are_fused() -> None:
+    fused = policy([None, 1.0, None])
+    for _ in range(2):
+        fused.observe(fused.waited_s(prompt(2 * SHORT)), 1.0)
+    assert fused.fit(prompt(2 * SHORT))
+    assert fused.waited_s(prompt(SHORT)) is None
+
+
+def test_a_process_waits_for_cores_ever_longer() -> None:
+    first = process_waited_s()
+    if first is None:
+        pytest.skip("this system does not count it")
+    second = process_waited_s()
+    assert second is not None
+    assert second >= first >= 0
+
+
+def submissions(llm: LLM) -> int:
+    return sum(action.code == SUBMIT for action in llm.engine.runner.last_step.program)
+
+
+def kernel_objects(llm: LLM) -> int:
+    """Calls of the last step that have kernel objects of the driver."""
+    calls = [x.call for x in llm.engine.runner.last_step.launches]
+    calls = [x.call if isinstance(x, CacheCall) else x for x in calls]
+    return sum(isinstance(x, OpenCLCall) and "_bound" in vars(x) for x in calls)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3.5", "gemma2"])
+def test_a_prompt_in_fused_launches_has_the_logits_of_its_calls(tmp_path: Path, name: str) -> None:
+    make_checkpoint(next(x for x in CASES if x.name == name), tmp_path)
+    with LLM(str(tmp_path), device="gpu", gpu="opencl", max_seq_len=96) as llm:
+        device = llm.devices.devices["gpu"]
+        assert isinstance(device, OpenCLDevice)
+        if not device.fuses:
+            pytest.skip(f"{device.tuning.family} has no fused launches")
+        engine, context = llm.engine, llm.context
+
+        def logits(pieces: tuple[int, ...]) -> list[bytes]:
+            context.truncate(0)
+            rows = [engine.prefill(context, [3 + i % 50 for i in range(m)]) for m in pieces]
+            return [row.tobytes() for row in rows]
+
+        for pieces in ((32,), (9, 23), (40, 17, 1, 2)):
+            whole = logits(pieces)
+            made = submissions(llm)
+            llm.engine.runner.start_trace()  # each call for itself
+            assert logits(pieces) == whole
+            llm.engine.runner.stop_trace()
+            if pieces[-1] > 8:
+                assert made < submissions(llm) / 3
+        logits((21,))
+        assert kernel_objects(llm) == 0
+
+
+@pytest.mark.full
+def test_no_program_is_compiled_for_a_prompt(tmp_path: Path, monkeypatch: Any) -> None:
+    """But the usual one, at the first start: other prompts run call by call, if need be."""
+    make_checkpoint(next(x for x in CASES if x.name == "llama-tied"), tmp_path)
+    with LLM(str(tmp_path), device="gpu", gpu="opencl", max_seq_len=64) as llm:
+        device = llm.devices.devices["gpu"]
+        assert isinstance(device, OpenCLDevice)
+        taken: list[str] = []
+        take = device.programs.take
+
+        def noting(source: Any) -> Any:
+            taken.append(source.name)
+            return take(source)
+
+        monkeypatch.setattr(device.programs, "take", noting)
+        for m in (3, 12, 33):
+            llm.context.truncate(0)
+            llm.engine.prefill(llm.context, [5] * m)
+        fused = [name for name in taken if name == "fused_launch.cl"]
+        assert len(fused) <= 2  # known ones
+        assert device.programs.known(source_that_nobody_has()) is None
+
+
+def source_that_nobody_has() -> Any:
+    from hetero.backends.opencl.program_source import OPTIONS, ProgramSource
+
+    return ProgramSource("nobody.cl", "__kernel void nobody(const int count) {}", OPTIONS)
