@@ -257,7 +257,7 @@ def measure(
     system's memory), and the same calls on the virtual clock with the rates that were measured.
     """
     rows = []
-    with LLM(model, device=device, max_seq_len=length or None) as llm, slow_disk(disk):
+    with LLM(model, device=device, max_seq_len=length or None) as llm:
         about = header(pattern, contexts, llm.max_seq_len - 8, 0)
         calls = [shorter(call, answer) for call, _ in zip(trace(about), range(count), strict=False)]
         named = contenders([x for x in without.split(",") if x]) | {"hetero": HETERO}
@@ -304,7 +304,9 @@ class Trial:
         """The calls as they were (answers may end early), and their latencies."""
         llm, window = self.llm, self.window
         story, contexts, done, latencies = llm.encode(STORIES.read_text("utf-8")), {}, [], []
-        with Service(llm, directory=folder, contexts_per_app=99, **manager.options()) as service:
+        opened = Service(llm, directory=folder, contexts_per_app=99, **manager.options())
+        # The disk is slow once the rates are measured: those of chunks do without their bytes.
+        with opened as service, slow_disk(self.disk):
             codec, working = service._codec, service._working
             if self.disk:
                 working.rates = replace(working.rates, read_bytes_per_s=self.disk)
@@ -331,9 +333,11 @@ class Trial:
                 for _ in context.stream(words, max_tokens=call.answer):
                     first_s = first_s or time.perf_counter() - start_s
                 switch = context.last_switch
-                if before and switch is not None:  # a prompt's own time varies more than a switch's
-                    rode = bool(switch.recomputed_tokens)
-                    latencies.append(first_s - ready_s if rode else switch.switch_s)
+                if before and switch is not None:
+                    # What waits for layers may compute meanwhile. A prompt's own time varies more
+                    # than a switch takes to which nothing is loaded.
+                    loads = bool(switch.loaded_tokens or switch.recomputed_tokens)
+                    latencies.append(first_s - ready_s if loads else switch.switch_s)
                 answered = len(context) - before - len(prompt)
                 done.append(Call(call.at_s, call.context, len(prompt), answered))
             return done, latencies, service
@@ -341,7 +345,8 @@ class Trial:
     def in_place_s(self, before: Sequence[int], prompt: Sequence[int]) -> float:
         """Return the seconds to the first token of a prompt behind a text that is in the cache.
 
-        Steps of this length are prepared after it. Measured once for each pair of lengths.
+        The median of three runs after the one that prepares steps of its length, which the call
+        has then as well. Measured once for each pair of lengths.
         """
         lengths, llm = (len(before), len(prompt)), self.llm
         if lengths in self._in_place_s:
@@ -349,11 +354,15 @@ class Trial:
         with llm.new_context() as context:
             if before:
                 llm.engine.prefill(context, before)
-            start_s, text = time.perf_counter(), [*before, *prompt]
-            with llm.stream(text, context=context, reuse=True, max_tokens=1) as answer:
-                for _ in answer:
-                    break
-            self._in_place_s[lengths] = time.perf_counter() - start_s
+            times, text = list[float](), [*before, *prompt]
+            for _ in range(4):
+                context.truncate(max(len(before) - 1, 0))  # an answer's last token was not read
+                start_s = time.perf_counter()
+                with llm.stream(text, context=context, reuse=True, max_tokens=1) as answer:
+                    for _ in answer:
+                        break
+                times.append(time.perf_counter() - start_s)
+            self._in_place_s[lengths] = statistics.median(times[1:])
         return self._in_place_s[lengths]
 
 

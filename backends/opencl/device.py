@@ -273,6 +273,7 @@ class OpenCLDevice(
             self._mapped.clear()
             self._scratch = None
             self.rope_tables.clear()
+            self.fused_programs.clear()
             self.programs.close()
             self.at_close()
 

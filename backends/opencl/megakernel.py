@@ -63,6 +63,14 @@ class Called(NamedTuple):
     kinds: str
 
 
+class FusedProgram(NamedTuple):
+    """A program of kernels, the number that each has in it, and the words of an entry."""
+
+    program: cl.Program
+    numbers: Mapping[Called, int]
+    width: int
+
+
 class _Entry(NamedTuple):
     """A launch; `called` is its kernel, the program by its identity."""
 
@@ -93,23 +101,38 @@ def fuse(
         return None
     called = tuple(Called(source, *key[1:]) for key, source in kernels.items())
     width = HEAD + max(len(entry.values) for entry in every)
-    whole, programs = _fused_source(called, width, PATIENCE), device.programs
-    program = programs.take(whole) if compiles else programs.known(whole)
-    if program is None:
+    made = _program(device, called, width, compiles=compiles)
+    if made is None:
         return None
-    numbers = {key: number for number, key in enumerate(kernels)}
-    where = _addresses(device, program, every)
+    numbers = {key: made.numbers[one] for key, one in zip(kernels, called, strict=True)}
+    where = _addresses(device, made.program, every)
     fused = []
     for run, stages in zip(entries, runs, strict=True):
-        table = _table(run, numbers, where, width)
+        table = _table(run, numbers, where, made.width)
         state = device.constant(np.zeros((len(run) + 1) * LINE, dtype=np.int32), written=True)
         args = (len(run), device.constant(table), state)
-        launch = KernelLaunch(program, "fused_launch", (device.threads,), (1,), args)
+        launch = KernelLaunch(made.program, "fused_launch", (device.threads,), (1,), args)
         members = [call for stage in stages for call in stage]
         name = f"{len(members)} calls, the last of which is {members[-1].name}"
         fused.append(OpenCLCall(device, name, members[-1].m, [launch], {}, keep=tuple(members)))
         fused[-1].prepare()
     return fused
+
+
+def _program(
+    device: Resources, called: tuple[Called, ...], width: int, *, compiles: bool
+) -> FusedProgram | None:
+    """Return a program of at least these kernels, whose entries are at least so wide."""
+    for made in device.fused_programs:
+        if made.width >= width and all(one in made.numbers for one in called):
+            return made
+    source, programs = _fused_source(called, width, PATIENCE), device.programs
+    program = programs.take(source) if compiles else programs.known(source)
+    if program is None:
+        return None
+    made = FusedProgram(program, {one: number for number, one in enumerate(called)}, width)
+    device.fused_programs.append(made)
+    return made
 
 
 def _table(

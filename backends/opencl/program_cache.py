@@ -75,12 +75,13 @@ class ProgramCache:
 
     def known(self, source: ProgramSource) -> cl.Program | None:
         """Return the program of a source if it is compiled already, in this process or another."""
-        if source.digest not in self._programs and source.digest not in self._coming:
-            program = self._known(source)
+        if source.digest not in self._programs:
+            coming = self._coming.pop(source.digest, None)
+            program = self._known(source) if coming is None else coming.result()
             if program is None:
                 return None
             self._add(source, program)
-        return self.take(source)
+        return self._programs[source.digest]
 
     def source_of(self, program: cl.Program) -> ProgramSource:
         """Return the source that one of these programs was built from."""
@@ -121,11 +122,11 @@ class ProgramCache:
         Programs recorded earlier stay on the list.
         """
         known = self._noted or []
-        used = [x for x in self._sources.values() if x.files]
+        used = [*self._sources.values()]
         if self._entry and (self._noted is None or not set(used) <= set(known)):
             self._noted = list(dict.fromkeys([*used, *known]))[:MAX_NOTED]
-            text = json.dumps([(x.files, x.options) for x in self._noted])
-            self._compiler.note(self._entry, text.encode())
+            noted = [(x.name, x.options, x.files or x.text) for x in self._noted]
+            self._compiler.note(self._entry, json.dumps(noted).encode())
 
     def _forget_coming(self) -> None:
         for build in self._coming.values():
@@ -155,9 +156,12 @@ def _sources(noted: bytes | None) -> list[ProgramSource] | None:
     """Return the recorded programs whose files exist; None where the record cannot be read."""
     sources = []
     try:
-        for files, options in json.loads(noted or b""):
+        for name, options, files in json.loads(noted or b""):
             with suppress(OSError):
-                sources.append(source_of(files, options))
+                if isinstance(files, str):
+                    sources.append(ProgramSource(str(name), files, tuple(options)))
+                else:
+                    sources.append(source_of(files, options))
                 sources[-1].digest  # noqa: B018, which options that are no text do not have
     except (ValueError, TypeError, IndexError, RecursionError):  # of another version
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from hetero.backends.opencl.program_cache import ProgramCache
 from hetero.backends.opencl.selected import Selected
 from hetero.backends.opencl.tuning import find_tuning
 from hetero.backends.protocol import Device
+
+if TYPE_CHECKING:
+    from hetero.backends.opencl.megakernel import FusedProgram
 
 SHARED_SCRATCH_BYTES = 1 << 20
 
@@ -66,8 +69,8 @@ class Resources(Device):
     their caller does (`Device.set_explicit_handovers`). `half` is fp16 arithmetic: 1 where a GPU
     has it, 0 elsewhere (a processor's is slower than its float32), 2 emulated (tests set it).
     `rounded_division`: float32 quotients can be had correctly rounded. `specialised` lists the
-    launches that were warmed up. `clock_offset_s` is the host's clock less the device's, None while
-    commands are not timed.
+    launches that were warmed up, `fused_programs` the programs of fused launches. `clock_offset_s`
+    is the host's clock less the device's, None while commands are not timed.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Resources(Device):
         self.copies = self.maps = 0
         self.clock_offset_s: float | None = None
         self.specialised: set[tuple[object, ...]] = set()
+        self.fused_programs: list[FusedProgram] = []
         self.rope_tables: dict[ops.Rope, tuple[cl.Buffer, cl.Buffer]] = {}
         self._mapped: weakref.WeakKeyDictionary[HostBuffer, DeviceMemory] = (
             weakref.WeakKeyDictionary()

@@ -255,8 +255,11 @@ class StepRunner:
             self.steps.lowering.row_scores.begin()
             ran, waited_s = step, None
             prompt = step.phase == "prefill"
-            may_fuse = self.fuses and not self._timed and step is not self._loading_step
-            if may_fuse and (not prompt or self._fused_prompts.fit(step)):
+            # On a context that is still filled a step runs once: to fuse one that decodes does not
+            # pay, but a prompt's would have to make kernel objects instead.
+            once = step is self._loading_step
+            pays = self._fused_prompts.fit(step) if prompt else not once
+            if self.fuses and not self._timed and pays:
                 # Of prompts the usual program is compiled at the first start, and no other.
                 ran, self.fuses = fused(step, self._devices, compiles=not prompt)
             if prompt and ran is not step:

@@ -75,6 +75,34 @@ def test_what_was_used_is_built_ahead_by_a_thread_the_next_time() -> None:
     assert not use(compiler, "b")
 
 
+def test_a_program_without_files_is_built_ahead_by_its_text() -> None:
+    """A fused launch's: of many programs."""
+    compiler, source = Notes({}), ProgramSource("fused_launch.cl", "text", ("-D A",))
+    for known in (False, True):
+        programs = ProgramCache(None, None, compiler)  # type: ignore[arg-type]
+        with programs.prewarm("a") as again:
+            assert again == known
+            assert (programs.known(source) is not None) == known
+            assert programs.take(source) is programs.known(source)
+        programs.close()
+    assert compiler.built[-1] == ("fused_launch.cl", "hetero-programs")
+
+
+def test_a_program_that_is_not_compiled_is_not_known() -> None:
+    compiler, source = Notes({}), ProgramSource("fused_launch.cl", "text", ())
+    programs = ProgramCache(None, None, compiler)  # type: ignore[arg-type]
+    with programs.prewarm("a"):
+        programs.take(source)
+    programs.close()
+    compiler.compiled.clear()
+    compiler.built.clear()
+    programs = ProgramCache(None, None, compiler)  # type: ignore[arg-type]
+    with programs.prewarm("a"):
+        assert programs.known(source) is None
+    assert not compiler.built
+    programs.close()
+
+
 def test_what_is_not_compiled_any_more_is_built_where_it_is_used() -> None:
     compiler = Notes({})
     use(compiler, "a", "flag.cl")
@@ -101,7 +129,10 @@ def test_a_note_of_removed_files_is_skipped() -> None:
     use(compiler, "a", "flag.cl")
     compiler.notes = {k: v.replace(b"flag.cl", b"gone.cl") for k, v in compiler.notes.items()}
     assert use(compiler, "a", "norm.cl")
-    for broken in (b"{", b"\xff", b"[" * 100_000, b'[[["flag.cl"], [1]]]', b"[[[], []]]", b"7"):
+    for broken in (
+        b"{", b"\xff", b"[" * 100_000, b'[["a", [1], ["flag.cl"]]]', b'[["a", [], []]]', b"7",
+        b'[["a", [["b"]], "text"]]', b'[["flag.cl"], []]',
+    ):  # fmt: skip
         compiler.notes = dict.fromkeys(compiler.notes, broken)
         assert not use(compiler, "a", "norm.cl"), broken[:20]
 
