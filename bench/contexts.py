@@ -29,6 +29,7 @@ import typer
 from common import finish, integers, new_app, table, timed
 from lab.forecasts import ForecastService, learned, oracle, recency
 from lab.managers import HETERO, MANAGERS, Manager, contenders
+from lab.preparing import preparing
 from lab.simulated import Call, Machine, SimulatedService, most_tokens, simulated_codec
 from lab.slow_disk import slow_disk
 from parts import context_figures
@@ -303,10 +304,11 @@ class Trial:
     def run(self, manager: Manager, folder: Path) -> tuple[list[Call], list[float], Service]:
         """The calls as they were (answers may end early), and their latencies."""
         llm, window = self.llm, self.window
-        story, contexts, done, latencies = llm.encode(STORIES.read_text("utf-8")), {}, [], []
+        story, contexts = llm.encode(STORIES.read_text("utf-8")), dict[int, AppContext]()
+        done, later = list[Call](), list[tuple[bool, float, float]]()
         opened = Service(llm, directory=folder, contexts_per_app=99, **manager.options())
         # The disk is slow once the rates are measured: those of chunks do without their bytes.
-        with opened as service, slow_disk(self.disk):
+        with opened as service, slow_disk(self.disk), preparing() as prepared:
             codec, working = service._codec, service._working
             if self.disk:
                 working.rates = replace(working.rates, read_bytes_per_s=self.disk)
@@ -314,7 +316,7 @@ class Trial:
             service.memory.budget.limit = codec.workspace_bytes + int(whole * self.part)
             bound, at = service.bind("bench"), 0
             for call in self.calls:
-                context: AppContext = contexts.get(call.context) or bound.new_context(chat=False)
+                context = contexts.get(call.context) or bound.new_context(chat=False)
                 words = llm.model.tokenizer.decode(story[at : at + call.prompt])
                 at = (at + call.prompt) % (len(story) - window)
                 prompt = llm.encode(words)
@@ -329,24 +331,30 @@ class Trial:
                     with path.open("rb") as file:
                         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 ready_s = self.in_place_s(context.tokens, prompt)
-                start_s, first_s = time.perf_counter(), 0.0
+                start_s, before_s, first_s = time.perf_counter(), prepared.seconds, 0.0
                 for _ in context.stream(words, max_tokens=call.answer):
-                    first_s = first_s or time.perf_counter() - start_s
+                    now_s = time.perf_counter() - start_s
+                    first_s = first_s or now_s - (prepared.seconds - before_s)
                 switch = context.last_switch
                 if before and switch is not None:
-                    # What waits for layers may compute meanwhile. A prompt's own time varies more
-                    # than a switch takes to which nothing is loaded.
                     loads = bool(switch.loaded_tokens or switch.recomputed_tokens)
-                    latencies.append(first_s - ready_s if loads else switch.switch_s)
+                    later.append((loads, first_s - ready_s, switch.switch_s))
                 answered = len(context) - before - len(prompt)
                 done.append(Call(call.at_s, call.context, len(prompt), answered))
+            # A call of a service takes longer than one of a model, whatever is loaded. A prompt's
+            # own time varies more than a switch takes for which nothing is loaded.
+            in_place = [later_s for loads, later_s, _ in later if not loads]
+            usual_s = statistics.median(in_place) if in_place else 0.0
+            latencies = [
+                later_s - usual_s if loads else switch_s for loads, later_s, switch_s in later
+            ]
             return done, latencies, service
 
     def in_place_s(self, before: Sequence[int], prompt: Sequence[int]) -> float:
         """Return the seconds to the first token of a prompt behind a text that is in the cache.
 
-        The median of three runs after the one that prepares steps of its length, which the call
-        has then as well. Measured once for each pair of lengths.
+        The median of three runs after the one that prepares steps of its length, which does not
+        count in calls either. Measured once for each pair of lengths.
         """
         lengths, llm = (len(before), len(prompt)), self.llm
         if lengths in self._in_place_s:
