@@ -8,7 +8,7 @@ after as many others as its tokens see, on average, that are not among them; and
 run of them but the one that the prompt is part of. Layer by layer, reading and decoding (r seconds
 a layer) and computing (c a layer) take r + max(r, c)·(L - 1) + c: a layer is computed when it has
 arrived. A device that both computes and decodes cannot overlap the two: its decoding is then part
-of c, and r is reading alone.
+of c, and r is reading alone. To load anything at all adds `load_s`.
 
 Chunks in memory are always used; missing ones are always computed. Where a plan has no such call
 only the end of the text can be computed, and it begins at the first missing chunk at the latest.
@@ -38,7 +38,7 @@ class Rates:
     `chunk_s` are the seconds to decode a chunk into the cache, by bits; `decodes_overlapped` says
     whether that overlaps with the prompt; `read_chunk_s` is the time to read a chunk, without its
     bytes. `run_s` is what another run of tokens to compute adds to a call; None where a call has
-    one run only.
+    one run only. `load_s` is what it adds that anything is loaded at all.
     """
 
     prefill_s: Seconds
@@ -48,6 +48,7 @@ class Rates:
     chunk_s: Mapping[int, float] = field(default_factory=dict)
     decodes_overlapped: bool = True
     run_s: float | None = None
+    load_s: float = 0.0
 
     def break_even_bytes_per_s(self, bytes_per_token: float, tokens: int = 256) -> float:
         """Return the disk speed above which reading keys and values is faster than computing them.
@@ -122,6 +123,7 @@ def plan_load(
     each, computing = fetch_s / layers, compute_s / layers
     seconds = each + np.maximum(each, computing) * (layers - 1) + computing
     seconds = seconds + np.where(disk_bytes > 0.5, rates.read_latency_s, 0.0)
+    seconds = seconds + np.where(tokens.sum() + prompt_tokens - count > 0.5, rates.load_s, 0.0)
     best = int(np.argmin(seconds))
     return LoadPlan(tuple(map(bool, ~sets.computed(best))), float(seconds[best]))
 

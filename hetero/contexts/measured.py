@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -28,8 +30,9 @@ from hetero.contexts.load_plan import Rates
 from hetero.contexts.prompt_times import CalibratedTimes, Point, PredictedTimes, PromptTimes
 from hetero.errors import UserError
 from hetero.runtime.kv.context import Context
+from hetero.runtime.kv.layer_gate import LayerGate
 
-MEASURES: Final = 7  # version of what is measured: a folder of another one measures again
+MEASURES: Final = 8  # version of what is measured: a folder of another one measures again
 SAMPLE_TOKENS: Final = 512
 # Prose and code, for scales of channels that fit what people write.
 SAMPLE_TEXT: Final = """The harbour lay quiet under a thin rain when the last ferry came in. \
@@ -160,6 +163,58 @@ def measure_run(
     return max((min(four) - min(one)) / 3, 1e-9)
 
 
+def measure_load(
+    context: Context,
+    vocabulary: int,
+    prefill: Prefill,
+    now: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return the seconds that it adds to a prompt's call that layers are loaded meanwhile.
+
+    However little is loaded: the call waits for another thread layer by layer. Calls with and
+    without a load take turns, after one of each; the seconds are the difference of the least ones.
+    """
+    length = max(1, min(2 * CHUNK_TOKENS, (context.home.max_tokens - 1) // 2))
+    text = sample(vocabulary, length)
+    plain, loading = list[float](), list[float]()
+    with ThreadPoolExecutor(1, "hetero load") as thread:
+        for _ in range(4):
+            for times, loads in ((plain, False), (loading, True)):
+                context.adopt(())
+                gate = _OpenedWhenAsked(context.cache.layout.layers)
+                opened = thread.submit(gate.open_all) if loads else None
+                context.gate = gate if loads else None
+                start_s = now()
+                try:
+                    prefill(text)
+                finally:  # also where no layer has keys and values
+                    gate.asked.set()
+                times.append(now() - start_s)
+                if opened is not None:
+                    opened.result()
+    context.gate = None
+    context.adopt(())
+    return max(min(loading[1:]) - min(plain[1:]), 1e-9)
+
+
+class _OpenedWhenAsked(LayerGate):
+    """A gate whose layers are loaded when the first of them is waited for."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.asked = threading.Event()
+
+    def wait(self, layer: int) -> float:
+        self.asked.set()
+        return super().wait(layer)
+
+    def open_all(self) -> None:
+        """Open it, on the loading thread."""
+        self.asked.wait()
+        for _ in range(self.layers):
+            self.open()
+
+
 def measure_disk(folder: Path) -> dict[str, float]:
     """Return the read speed of the disk of `folder`, and the latency of a first small read.
 
@@ -288,6 +343,7 @@ def rates_of(facts: dict[str, Any]) -> Rates:
         chunk_s={int(bits): _number(x) for bits, x in facts["chunk_s"].items()},
         decodes_overlapped=facts["decodes"] == HostDecoder.name,
         run_s=None if run_s is None else _number(run_s),
+        load_s=_number(facts["load_s"]),
     )
 
 

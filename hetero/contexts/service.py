@@ -43,6 +43,7 @@ from hetero.contexts.measured import (
     measure_channels,
     measure_chunks,
     measure_disk,
+    measure_load,
     measure_prompts,
     measure_run,
     rates_of,
@@ -342,6 +343,7 @@ class Service(Closing):
                 run_s=measure_run(self._active, vocabulary, self._prefill)
                 if scatters(engine.deployment)
                 else None,
+                load_s=measure_load(self._active, vocabulary, self._prefill),
                 predicted=predict_prompts(
                     engine.deployment.prefill_modes.prompt_s, engine.max_seq_len
                 )

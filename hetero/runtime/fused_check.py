@@ -77,7 +77,8 @@ def fused_results_match(
 
 def _tokens(count: int, vocab_size: int) -> list[int]:
     """Return different tokens; the first ones may stand for nothing: zeros are always right."""
-    return [vocab_size // 2 + i % (vocab_size // 2) for i in range(count)]
+    half = vocab_size // 2
+    return [half + i % max(half, 1) for i in range(count)]
 
 
 def fused(step: Step, devices: Devices, *, compiles: bool) -> tuple[Step, bool]:

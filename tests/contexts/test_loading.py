@@ -25,6 +25,7 @@ from hetero.contexts.load_plan import LoadItem, Rates, plan_load
 from hetero.contexts.measured import (
     LONGEST_BEFORE,
     PROMPTS,
+    measure_load,
     measure_prompts,
     measure_run,
 )
@@ -71,7 +72,7 @@ def simulated(
     for _ in range(LAYERS):
         there += layer_read
         done = max(done, there) + layer_compute
-    return float(done)
+    return float(done) + (rates.load_s if had else 0.0)
 
 
 def allowed(pieces: list[LoadItem], rates: Rates, *, recompute: bool) -> Iterator[tuple[bool, ...]]:
@@ -115,6 +116,7 @@ RATES = st.builds(
     read_latency_s=st.floats(0, 0.1),
     decodes_overlapped=st.booleans(),
     run_s=st.none() | st.floats(0, 0.1),
+    load_s=st.floats(0, 0.1),
 )
 
 
@@ -297,6 +299,36 @@ def test_another_run_of_tokens_costs_what_preparing_its_call_does(longest: int) 
     assert context.holes == ()
     context.home.max_tokens = 8
     assert measure_run(context, 100, prefill, clock.now) is None
+
+
+@pytest.mark.parametrize("longest", [2, 30, 8000])
+def test_a_load_costs_what_waiting_for_its_thread_does(longest: int) -> None:
+    clock, waited = ManualClock(), [0]
+    cache = SimpleNamespace(layout=SimpleNamespace(layers=LAYERS))
+    home = SimpleNamespace(max_tokens=longest)
+    context: Any = SimpleNamespace(home=home, cache=cache, gate=None, adopt=lambda tokens: None)
+
+    def prefill(text: Sequence[int]) -> None:
+        assert len(text) < longest
+        clock.sleep(1e-4 * len(text))
+        if context.gate is not None:
+            for layer in range(LAYERS):
+                context.gate.wait(layer)
+                clock.sleep(1e-3)
+            assert context.gate.done
+            waited[0] += 1
+
+    assert measure_load(context, 100, prefill, clock.now) == pytest.approx(LAYERS * 1e-3)
+    assert context.gate is None
+    assert waited == [4]
+
+
+def test_where_no_layer_is_waited_for_a_load_costs_nothing() -> None:
+    clock = ManualClock()
+    cache = SimpleNamespace(layout=SimpleNamespace(layers=LAYERS))
+    home = SimpleNamespace(max_tokens=99)
+    context: Any = SimpleNamespace(home=home, cache=cache, gate=None, adopt=lambda tokens: None)
+    assert measure_load(context, 100, lambda _: clock.sleep(1e-3), clock.now) == 1e-9
 
 
 def test_held_times_are_the_measured_ones_where_there_are_some() -> None:
