@@ -66,8 +66,8 @@ class StepSearch:
         """
         whole = {name: [o.unrestricted() for o in x if o.mode == "gpu"]
                  for name, x in candidates.items()}  # fmt: skip
-        uncut = all(whole.values()) and (not isinstance(heads, int) or heads == 0)
-        if uncut and self._chained_s > 0:
+        has_all = all(whole.values()) and (not isinstance(heads, int) or heads == 0)
+        if has_all and self._chained_s > 0:
             matmuls = {name: priced(x, self.objective) for name, x in whole.items()}
             alone = (self._with_groups(x, matmuls, 0) for x in times if x.device == "gpu")
             yield from (x for x in alone if x is not None)

@@ -24,6 +24,7 @@ import pyopencl as cl
 
 from hetero.backends.opencl.calls import KernelLaunch, Native, OpenCLCall
 from hetero.backends.opencl.failures import decoded
+from hetero.backends.opencl.fused_program import Called, FusedProgram
 from hetero.backends.opencl.kernel_files import source
 from hetero.backends.opencl.program_source import OPTIONS, ProgramSource
 from hetero.backends.opencl.resources import DeviceMemory, Resources, Scratch
@@ -53,22 +54,6 @@ _DECLARED = (
 )
 _GROUP = re.compile(r"\bget_(?:global|group)_id\(([01])\)")
 _WORD = re.compile(r"\b[A-Za-z_]\w*\b")
-
-
-class Called(NamedTuple):
-    """A kernel that a fused launch calls, and the letters of its arguments (`Variant`)."""
-
-    source: ProgramSource
-    kernel: str
-    kinds: str
-
-
-class FusedProgram(NamedTuple):
-    """A program of kernels, the number that each has in it, and the words of an entry."""
-
-    program: cl.Program
-    numbers: Mapping[Called, int]
-    width: int
 
 
 class _Entry(NamedTuple):

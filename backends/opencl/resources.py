@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +16,11 @@ from hetero.backends.checks import Health
 from hetero.backends.errors import DeviceError
 from hetero.backends.memory import PAGE_BYTES, HostBuffer
 from hetero.backends.opencl.failures import BACKEND, FATAL, code_name, decoded, device_error
+from hetero.backends.opencl.fused_program import FusedProgram
 from hetero.backends.opencl.program_cache import ProgramCache
 from hetero.backends.opencl.selected import Selected
 from hetero.backends.opencl.tuning import find_tuning
 from hetero.backends.protocol import Device
-
-if TYPE_CHECKING:
-    from hetero.backends.opencl.megakernel import FusedProgram
 
 SHARED_SCRATCH_BYTES = 1 << 20
 

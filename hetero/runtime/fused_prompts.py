@@ -1,4 +1,4 @@
-"""Which prompts run in fused launches.
+"""Chooses the prompts that run in fused launches.
 
 Work-groups of a fused launch wait for each other without sleeping. That saves what threads take to
 wake, 16 us of each launch on two cores, which is worth it while launches are short. But a thread

@@ -8,6 +8,8 @@ from typing import Any, cast
 
 import pytest
 
+pytest.importorskip("pyopencl")
+
 from hetero import LLM
 from hetero.backends.host.timers import process_waited_s
 from hetero.backends.opencl.calls import OpenCLCall
