@@ -197,7 +197,7 @@ class BoundCall(ABC):
     m: int
     fusible: bool = False
 
-    def prepare(self) -> None:  # noqa: B027
+    def finish_binding(self) -> None:  # noqa: B027
         """Do now what the first run would do before it computes; idempotent.
 
         A step does so for all its calls before it runs any: that may wait for the device.

@@ -151,7 +151,7 @@ class OpenCLKernel(Kernel):
                 self._device, name, m, self._launches(tensors, m), tensors, keep=(self,)
             )
             if not self._device.fuses:
-                call.prepare()
+                call.finish_binding()
             return call
 
 
@@ -159,7 +159,7 @@ class OpenCLCall(BoundCall):
     """A flat list of launches with every argument set.
 
     `clSetKernelArg` retains nothing, so the call keeps what its launches point to. `launches` are
-    those, each with its arguments as they are set, by `prepare` or the first run.
+    those, each with its arguments as they are set, by `finish_binding` or the first run.
     """
 
     fusible = True
@@ -183,8 +183,8 @@ class OpenCLCall(BoundCall):
         self._inputs = [] if in_place else _regions(device, tensors, INPUT_PORTS, m)
         self._outputs = [] if in_place else _regions(device, tensors, OUTPUT_PORTS, m)
 
-    def prepare(self) -> None:
-        """See `BoundCall.prepare`: make the kernel objects of the launches."""
+    def finish_binding(self) -> None:
+        """See `BoundCall.finish_binding`: make the kernel objects of the launches."""
         _ = self._bound
 
     @cached_property

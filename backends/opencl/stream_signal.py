@@ -79,7 +79,7 @@ class WaitValueCall(BoundCall):
         program = flag_program(self.device)
         launch = KernelLaunch(program, "wait_value", (1,), (1,), (1, self._tensor, polls))
         call = OpenCLCall(self.device, self.name, 1, [launch], {}, keep=(self._tensor,))
-        call.prepare()
+        call.finish_binding()
         return call
 
 

@@ -47,7 +47,7 @@ class Executor:
         collecting = gc.isenabled()
         try:  # around `disable` too: a signal handler may raise right after it
             gc.disable()  # a collection in the middle of a step costs milliseconds
-            step.prepare()
+            step.finish_binding()
             if step.signal is not None:
                 step.signal.reset()
             walked = self._walk(step, on_device_busy)

@@ -81,7 +81,7 @@ class Step:
     )
     _fused: Step | None = field(default=None, init=False, repr=False)
     _fuse_tried: bool = field(default=False, init=False, repr=False)
-    _prepared: bool = field(default=False, init=False, repr=False)
+    _bindings_finished: bool = field(default=False, init=False, repr=False)
 
     def on(self, cache: KvCache) -> Step:
         """Return the step on a context's keys and values. Raises what binding does."""
@@ -159,14 +159,14 @@ class Step:
                 self._fused = replace(self, program=program)
         return self._fused or self
 
-    def prepare(self) -> None:
-        """Prepare every call that the program runs, once."""
-        if not self._prepared:
+    def finish_binding(self) -> None:
+        """Finish the binding of every call that the program runs, once."""
+        if not self._bindings_finished:
             for action in self.program:
                 call = getattr(action.target, "__self__", None)
                 if isinstance(call, BoundCall):
-                    call.prepare()
-            self._prepared = True
+                    call.finish_binding()
+            self._bindings_finished = True
 
     def behind(self, gate: LayerGate) -> Step:
         """Return a bound step that waits for the layers of its cache, for one run."""
