@@ -19,7 +19,6 @@ from hetero.profiler.records import phase_of
 from hetero.solver.kernel_times import Bools, Floats, KernelTimes
 from hetero.solver.overheads import CutTimes, Overheads
 
-LONGEST_FUSED: Final = 6e8  # FLOPs of a prompt's launch: longer ones save less than a twentieth
 Correction: TypeAlias = Literal["chains", "gates", "queue", "restart", "spread", "step"]
 CORRECTIONS: Final[frozenset[Correction]] = frozenset(get_args(Correction))
 FAR: Final = 9.0  # deviations between two times of which the shorter one does not matter

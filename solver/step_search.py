@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Final, TypeAlias
 
 from hetero.profiler.model_graph import ModelGraph, OpName, Stage
+from hetero.solver.fused_limit import LONGEST_FUSED
 from hetero.solver.heads import Heads, allowed
-from hetero.solver.host_queue import LONGEST_FUSED
 from hetero.solver.layer_dp import PricedOptions, Repeated, priced, solve_layers
 from hetero.solver.non_matmul import NonMatmulTimes
 from hetero.solver.options import Objective, Option, PowerModel

@@ -13,7 +13,7 @@ from typing import Final
 
 from hetero.backends.host.timers import process_waited_s
 from hetero.runtime.step import Step
-from hetero.solver.host_queue import LONGEST_FUSED
+from hetero.solver.fused_limit import LONGEST_FUSED
 
 SHORT: Final = 1e8  # FLOPs of a launch: fused whatever other programs do (0.1 ms on two cores)
 CONTENDED: Final = 0.2  # of a step's time, waiting for cores of all threads together

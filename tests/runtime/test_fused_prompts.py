@@ -18,7 +18,7 @@ from hetero.runtime.cache_calls import CacheCall
 from hetero.runtime.fused_prompts import CONTENDED, PAUSE, SHORT, FusedPrompts
 from hetero.runtime.program import SUBMIT
 from hetero.runtime.step import Step
-from hetero.solver.host_queue import LONGEST_FUSED
+from hetero.solver.fused_limit import LONGEST_FUSED
 from tests.support.checkpoints import CASES, make_checkpoint
 
 LAUNCHES = 10
