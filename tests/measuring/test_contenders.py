@@ -77,10 +77,14 @@ def test_a_contender_whose_turn_it_is_not_takes_no_processor(device: str) -> Non
         assert entry.round(32, 4).decode.tokens_per_s > 0
         further = entry.round(None, 4)  # behind the last one's tokens
         assert further.decode.tokens_per_s > 0 == further.prefill.tokens_per_s
-        time.sleep(0.2)  # threads that spin a little before they sleep
-        before_s = cpu_s(entry.child.pid)
-        time.sleep(0.5)
-        assert cpu_s(entry.child.pid) - before_s < 0.025  # two ticks
+        spent_s = []
+        for _ in range(
+            4
+        ):  # threads spin a little before they sleep; ones that spin on do so in all
+            before_s = cpu_s(entry.child.pid)
+            time.sleep(0.3)
+            spent_s.append(cpu_s(entry.child.pid) - before_s)
+        assert min(spent_s) < 0.025  # two ticks
 
 
 def children(parent: int) -> list[int]:
