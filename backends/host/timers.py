@@ -13,7 +13,6 @@ from typing import Final
 from hetero.backends.host.clock import Clock
 
 THREAD = Path("/proc/thread-self")
-TASKS = Path("/proc/self/task")
 PR_SET_TIMERSLACK: Final = 29  # <linux/prctl.h>
 PR_GET_TIMERSLACK: Final = 30
 
@@ -61,14 +60,6 @@ def waited_for_core_s() -> float | None:
     try:
         return run_delay_s(THREAD)
     except (OSError, IndexError, ValueError):
-        return None
-
-
-def process_waited_s() -> float | None:
-    """Return the same of all threads of the process together."""
-    try:
-        return sum(run_delay_s(task) for task in TASKS.iterdir())
-    except (OSError, IndexError, ValueError):  # a thread may end meanwhile
         return None
 
 

@@ -147,19 +147,22 @@ class OpenCLKernel(Kernel):
         check_tensors(self.op, tensors, m, reads_panels=True)
         name = describe(self.op)
         with decoded(f"binding {name}"):
-            call = OpenCLCall(
-                self._device, name, m, self._launches(tensors, m), tensors, keep=(self,)
+            return OpenCLCall(
+                self._device,
+                name,
+                m,
+                self._launches(tensors, m),
+                tensors,
+                keep=(self,),
+                deferred=self._device.fuses,
             )
-            if not self._device.fuses:
-                call.finish_binding()
-            return call
 
 
 class OpenCLCall(BoundCall):
     """A flat list of launches with every argument set.
 
     `clSetKernelArg` retains nothing, so the call keeps what its launches point to. `launches` are
-    those, each with its arguments as they are set, by `finish_binding` or the first run.
+    those, each with its arguments as they are set: at once, or `deferred` to `finish_binding`.
     """
 
     fusible = True
@@ -173,12 +176,15 @@ class OpenCLCall(BoundCall):
         tensors: Mapping[str, Operand],
         *,
         keep: tuple[object, ...] = (),
+        deferred: bool = False,
     ) -> None:
         self.name = name
         self.m = m
         self.device = device
         self._keep: list[object] = [*keep, *tensors.values()]
         self.launches = [(launch, self._values(launch)) for launch in launches]
+        if not deferred:
+            self.finish_binding()
         in_place = device.coherent or device.explicit_handovers
         self._inputs = [] if in_place else _regions(device, tensors, INPUT_PORTS, m)
         self._outputs = [] if in_place else _regions(device, tensors, OUTPUT_PORTS, m)

@@ -65,7 +65,6 @@ class Flag(BoundCall):
         tensor = Tensor(self.buffer, (1,), np.dtype(np.int32))
         launch = KernelLaunch(program, "raise_flag", (1,), (1,), (1, tensor))
         self._call = OpenCLCall(device, self.name, 1, [launch], {}, keep=(tensor,))
-        self._call.finish_binding()
 
     def submit(self) -> FlagCompletion:
         """Enqueue and flush."""

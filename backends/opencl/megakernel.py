@@ -100,7 +100,6 @@ def fuse(
         members = [call for stage in stages for call in stage]
         name = f"{len(members)} calls, the last of which is {members[-1].name}"
         fused.append(OpenCLCall(device, name, members[-1].m, [launch], {}, keep=tuple(members)))
-        fused[-1].finish_binding()
     return fused
 
 

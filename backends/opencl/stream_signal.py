@@ -78,9 +78,7 @@ class WaitValueCall(BoundCall):
     def _bound(self, polls: int) -> OpenCLCall:
         program = flag_program(self.device)
         launch = KernelLaunch(program, "wait_value", (1,), (1,), (1, self._tensor, polls))
-        call = OpenCLCall(self.device, self.name, 1, [launch], {}, keep=(self._tensor,))
-        call.finish_binding()
-        return call
+        return OpenCLCall(self.device, self.name, 1, [launch], {}, keep=(self._tensor,))
 
 
 class OpenCLStreamSignal(StreamSignal):

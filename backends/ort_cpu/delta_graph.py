@@ -7,19 +7,17 @@ With G = cumsum(g), D[i, j] = exp(G[i] - G[j]) for j <= i and A = tril(β k kᵀ
 
     U = (I + A)⁻¹ (β v - β e^G k S);  o = (q e^G) S + tril(q kᵀ ∘ D) U
     S ← e^(G of the last) S + (k e^(G of the last - G))ᵀ U
-
-(I + A)⁻¹ is made block by block: T is the inverse of the blocks of b tokens on the diagonal, and
-T - T M T that of the blocks of 2b, M being A's part in them that T has not had. A product of powers
-of A would be fewer matmuls, whose terms grow beyond float32 where keys are alike.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 
 from hetero.backends import ops
+from hetero.backends.onnx_common.block_inverse import unit_inverse
 from hetero.backends.onnx_common.builder import CONTRIB, GraphBuilder
 
 CHUNK = 16  # tokens: half the time of 64, whose inverses are ten matmuls of 64 x 64
@@ -121,7 +119,8 @@ def _chunk(graph: GraphBuilder, q: str, k: str, v: str, beta: str, g: str, known
     factor = graph.node("Unsqueeze", beta, last)
     turned = graph.node("Transpose", k, perm=[0, 1, 3, 2])
     between = graph.node("Mul", graph.node("MatMul", k, turned), pairs)
-    inverse = _inverse(graph, graph.node("Mul", factor, between), count)
+    a = graph.node("Mul", factor, between)
+    inverse = unit_inverse(graph, a, CHUNK, partial(_square, graph, count=count))
     grown = graph.node("Exp", column)  # e^G
     seen = graph.node("MatMul", graph.node("Mul", k, grown), known)
     u = graph.node("MatMul", inverse, graph.node("Mul", factor, graph.node("Sub", v, seen)))
@@ -134,20 +133,6 @@ def _chunk(graph: GraphBuilder, q: str, k: str, v: str, beta: str, g: str, known
     kept = graph.node("Mul", known, graph.node("Exp", end))
     graph.node("Add", kept, update, out="next_state")
     return out
-
-
-def _inverse(graph: GraphBuilder, a: str, count: str) -> str:
-    """Return (I + tril(a, -1))⁻¹, of which `a` has the upper part too, [R, K, c, c]."""
-    block = np.arange(CHUNK)
-    inverse = _square(graph, np.eye(CHUNK, dtype=F32), count)
-    for size in (2**i for i in range(CHUNK.bit_length() - 1)):
-        same = block[:, None] // (2 * size) == block // (2 * size)
-        under = same & (block[:, None] // size > block // size)
-        rest = graph.node("Mul", a, _square(graph, under.astype(F32), count))
-        if size > 1:
-            rest = graph.node("MatMul", graph.node("MatMul", inverse, rest), inverse)
-        inverse = graph.node("Sub", inverse, rest)
-    return inverse
 
 
 def _square(graph: GraphBuilder, value: np.ndarray, count: str) -> str:

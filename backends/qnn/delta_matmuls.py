@@ -16,6 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from hetero.backends import ops
+from hetero.backends.onnx_common.block_inverse import unit_inverse
 from hetero.backends.onnx_common.builder import GraphBuilder
 
 F32 = np.float32
@@ -49,10 +50,13 @@ def gated_delta(op: ops.GatedDelta, rows: int, opset: int) -> bytes:
     pairs, grown = _decays(made, g, heads, rows)
     turned = made.node("Transpose", k, perm=[0, 2, 1])
     between = made.node("Mul", made.node("MatMul", k, turned), pairs)
-    inverse = _inverse(made, made.node("Mul", beta, between), rows)
+    a = made.node("Mul", beta, between)
     seen = made.node("MatMul", made.node("Mul", k, grown), state)
     errors = made.node("Mul", beta, made.node("Sub", v, seen))
-    u = made.node("MatMul", inverse, errors) if inverse else errors
+    u = errors
+    if rows > 1:
+        inverse = unit_inverse(made, a, rows, lambda matrix: made.constant(matrix[None]))
+        u = made.node("MatMul", inverse, errors)
     scores = made.node("Mul", made.node("MatMul", q, turned), pairs)
     earlier = made.node("MatMul", made.node("Mul", q, grown), state)
     out = made.node("Add", earlier, made.node("MatMul", scores, u))
@@ -106,18 +110,3 @@ def _decays(graph: GraphBuilder, g: str, heads: int, rows: int) -> tuple[str, st
 def _exp(graph: GraphBuilder, value: str) -> str:
     """Return e^value, of which the Hexagon's own is wrong where fp16 has no such number."""
     return graph.node("Exp", graph.node("Max", value, graph.scalar(LEAST_EXPONENT)))
-
-
-def _inverse(graph: GraphBuilder, a: str, rows: int) -> str:
-    """Return (I + tril(a, -1))⁻¹, of which `a` has the diagonal too; "" for I."""
-    at, inverse = np.arange(rows), ""
-    size = 1
-    while size < rows:
-        same = at[:, None] // (2 * size) == at // (2 * size)
-        under = same & (at[:, None] // size > at // size)
-        rest = graph.node("Mul", a, graph.constant(under[None].astype(F32)))
-        if inverse:
-            rest = graph.node("MatMul", graph.node("MatMul", inverse, rest), inverse)
-        inverse = graph.node("Sub", inverse or graph.constant(np.eye(rows, dtype=F32)[None]), rest)
-        size *= 2
-    return inverse

@@ -1,4 +1,4 @@
-"""What it takes to prepare steps: lowering, binding and fusing those of a length that is new."""
+"""Times the preparation of steps of a new length: lowering, binding and fusing them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def lengths(
     n: Annotated[int, typer.Option("-n", min=1, help="new lengths from each on")] = 10,
     r: Rounds = 5,
 ) -> None:
-    """What it costs that the length of a prompt is new, as of nearly every turn of a chat."""
+    """Compare prompts of a new length, as nearly every turn of a chat has, with known ones."""
     rows = []
     with LLM(model, device="gpu", gpu=gpu, max_seq_len=max(integers(p)) + n + 8) as llm:
         engine, context = llm.engine, context_of(llm.engine)

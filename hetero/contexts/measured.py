@@ -210,7 +210,7 @@ class _OpenedWhenAsked(LayerGate):
 
     def open_all(self) -> None:
         """Open it, on the loading thread."""
-        self.asked.wait()
+        self.asked.wait(self.deadline_s)
         for _ in range(self.layers):
             self.open()
 

@@ -8,29 +8,29 @@ loses that core for whole time slices, and launches of some 0.3 ms take longer t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Mapping
+from typing import Final, TypeAlias
 
-from hetero.backends.host.timers import process_waited_s
+from hetero.profiler.interference import Interference, find_interference
 from hetero.runtime.step import Step
 from hetero.solver.fused_limit import LONGEST_FUSED
 
 SHORT: Final = 1e8  # FLOPs of a launch: fused whatever other programs do (0.1 ms on two cores)
 CONTENDED: Final = 0.2  # of a step's time, waiting for cores of all threads together
 PAUSE: Final = 16  # steps that are not fused then
+Waits: TypeAlias = Mapping[int, float]  # seconds that each thread has waited for a core
 
 
 class FusedPrompts:
     """Decides for each step of a prompt. Control thread only.
 
-    `token_flops` is what a token of the model takes. `waited_s` returns the time that all threads
-    of the process have waited for cores that other programs had, None where that is not known.
+    `token_flops` is what a token of the model takes. `interference` counts waits for cores that
+    other programs have.
     """
 
-    def __init__(
-        self, token_flops: float, waited_s: Callable[[], float | None] = process_waited_s
-    ) -> None:
-        self._token_flops, self._waited_s = token_flops, waited_s
+    def __init__(self, token_flops: float, interference: Interference | None = None) -> None:
+        self._token_flops = token_flops
+        self._interference = interference or find_interference()
         self._paused = 0
 
     def fit(self, step: Step) -> bool:
@@ -41,15 +41,16 @@ class FusedPrompts:
             return False
         return size <= LONGEST_FUSED
 
-    def waited_s(self, step: Step) -> float | None:
+    def waits_s(self, step: Step) -> Waits | None:
         """Return what `observe` takes of a fused step that begins now; None: it needs nothing."""
-        return self._waited_s() if self._size(step) > SHORT else None
+        return self._interference.waits_s() if self._size(step) > SHORT else None
 
-    def observe(self, before_s: float | None, wall_s: float) -> None:
+    def observe(self, before: Waits | None, wall_s: float) -> None:
         """Take note of a fused step: whether other programs took cores from it."""
-        after_s = None if before_s is None else self._waited_s()
-        if before_s is not None and after_s is not None:
-            self._paused = PAUSE if after_s - before_s > CONTENDED * wall_s else 0
+        if before is not None:
+            after = self._interference.waits_s()
+            waited_s = sum(after[thread] - before.get(thread, 0.0) for thread in after)
+            self._paused = PAUSE if waited_s > CONTENDED * wall_s else 0
 
     def _size(self, step: Step) -> float:
         return self._token_flops * step.tokens / len(step.launches)

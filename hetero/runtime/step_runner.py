@@ -253,7 +253,7 @@ class StepRunner:
         """Run a step whose inputs are in the pool."""
         with self.control.on_core():
             self.steps.lowering.row_scores.begin()
-            ran, waited_s = step, None
+            ran, waits_s = step, None
             prompt = step.phase == "prefill"
             # On a context that is still filled a step runs once: to fuse one that decodes does not
             # pay, but a prompt's would have to make kernel objects instead.
@@ -263,9 +263,9 @@ class StepRunner:
                 # Of prompts the usual program is compiled at the first start, and no other.
                 ran, self.fuses = fused(step, self._devices, compiles=not prompt)
             if prompt and ran is not step:
-                waited_s = self._fused_prompts.waited_s(step)
+                waits_s = self._fused_prompts.waits_s(step)
             run = self.executor.run(ran, on_device_busy, self._devices.values())
-            self._fused_prompts.observe(waited_s, run.wall_s)
+            self._fused_prompts.observe(waits_s, run.wall_s)
             self._last_run = run
         self._last = weakref.ref(ran)
         self.copied_bytes += step.copied_bytes

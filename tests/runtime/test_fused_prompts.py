@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,9 +10,9 @@ import pytest
 pytest.importorskip("pyopencl")
 
 from hetero import LLM
-from hetero.backends.host.timers import process_waited_s
 from hetero.backends.opencl.calls import OpenCLCall
 from hetero.backends.opencl.device import OpenCLDevice
+from hetero.profiler.interference import NoInterference, find_interference
 from hetero.runtime.cache_calls import CacheCall
 from hetero.runtime.fused_prompts import CONTENDED, PAUSE, SHORT, FusedPrompts
 from hetero.runtime.program import SUBMIT
@@ -35,14 +34,22 @@ def prompt(flops: float) -> Step:
     return cast("Step", Prompt(flops))
 
 
-def policy(waited_s: list[float | None]) -> FusedPrompts:
-    """One whose process has waited for cores so long, at one look after the other."""
-    times: Iterator[float | None] = iter(waited_s)
-    return FusedPrompts(LAUNCHES, lambda: next(times))
+class Waits:
+    """Threads that have waited for cores so long, at one look after the other."""
+
+    def __init__(self, looks: list[dict[int, float]]) -> None:
+        self._looks = iter(looks)
+
+    def waits_s(self) -> dict[int, float]:
+        return next(self._looks)
+
+
+def policy(*looks: dict[int, float]) -> FusedPrompts:
+    return FusedPrompts(LAUNCHES, Waits([*looks]))
 
 
 def test_long_launches_are_not_fused() -> None:
-    fused = policy([])
+    fused = policy()
     assert fused.fit(prompt(SHORT))
     assert fused.fit(prompt(LONGEST_FUSED))
     assert not fused.fit(prompt(LONGEST_FUSED * 1.01))
@@ -50,30 +57,37 @@ def test_long_launches_are_not_fused() -> None:
 
 def test_launches_that_are_not_short_pause_while_other_programs_take_cores() -> None:
     middle, wall_s = prompt(2 * SHORT), 0.5
-    fused = policy([1.0, 1.0 + 1.1 * CONTENDED * wall_s, 2.0, 2.0])
-    fused.observe(fused.waited_s(middle), wall_s)
+    each = 0.55 * CONTENDED * wall_s  # of two threads
+    fused = policy({1: 1.0, 2: 3.0}, {1: 1.0 + each, 2: 3.0 + each}, {1: 2.0}, {1: 2.0, 3: 0.0})
+    fused.observe(fused.waits_s(middle), wall_s)
     assert fused.fit(prompt(SHORT))
     assert [fused.fit(middle) for _ in range(PAUSE)] == [False] * PAUSE
     assert fused.fit(middle)
-    fused.observe(fused.waited_s(middle), wall_s)
+    fused.observe(fused.waits_s(middle), wall_s)
     assert fused.fit(middle)
 
 
 def test_where_waiting_is_not_known_prompts_are_fused() -> None:
-    fused = policy([None, 1.0, None])
+    fused = FusedPrompts(LAUNCHES, NoInterference())
     for _ in range(2):
-        fused.observe(fused.waited_s(prompt(2 * SHORT)), 1.0)
+        fused.observe(fused.waits_s(prompt(2 * SHORT)), 1e-9)
     assert fused.fit(prompt(2 * SHORT))
-    assert fused.waited_s(prompt(SHORT)) is None
+    assert fused.waits_s(prompt(SHORT)) is None
 
 
 def test_a_process_waits_for_cores_ever_longer() -> None:
-    first = process_waited_s()
-    if first is None:
-        pytest.skip("this system does not count it")
-    second = process_waited_s()
-    assert second is not None
-    assert second >= first >= 0
+    waits = find_interference()
+    first, second = waits.waits_s(), waits.waits_s()
+    assert all(second[thread] >= first[thread] >= 0 for thread in first.keys() & second.keys())
+
+
+def device_that_fuses(llm: LLM) -> OpenCLDevice:
+    """Return the GPU; skip the test on one that does not fuse."""
+    device = llm.devices.devices["gpu"]
+    assert isinstance(device, OpenCLDevice)
+    if not device.fuses:
+        pytest.skip(f"{device.tuning.family} has no fused launches")
+    return device
 
 
 def submissions(llm: LLM) -> int:
@@ -92,10 +106,7 @@ def kernel_objects(llm: LLM) -> int:
 def test_a_prompt_in_fused_launches_has_the_logits_of_its_calls(tmp_path: Path, name: str) -> None:
     make_checkpoint(next(x for x in CASES if x.name == name), tmp_path)
     with LLM(str(tmp_path), device="gpu", gpu="opencl", max_seq_len=96) as llm:
-        device = llm.devices.devices["gpu"]
-        assert isinstance(device, OpenCLDevice)
-        if not device.fuses:
-            pytest.skip(f"{device.tuning.family} has no fused launches")
+        device_that_fuses(llm)
         engine, context = llm.engine, llm.context
 
         def logits(pieces: tuple[int, ...]) -> list[bytes]:
@@ -120,8 +131,7 @@ def test_no_program_is_compiled_for_a_prompt(tmp_path: Path, monkeypatch: Any) -
     """But the usual one, at the first start: other prompts run call by call, if need be."""
     make_checkpoint(next(x for x in CASES if x.name == "llama-tied"), tmp_path)
     with LLM(str(tmp_path), device="gpu", gpu="opencl", max_seq_len=64) as llm:
-        device = llm.devices.devices["gpu"]
-        assert isinstance(device, OpenCLDevice)
+        device = device_that_fuses(llm)
         taken: list[str] = []
         take = device.programs.take
 

@@ -62,7 +62,7 @@ def test_a_gpu_and_an_npu_share_a_model_of_delta_nets(checkpoint: tuple[Path, ob
 def test_an_npu_alone_computes_what_keeps_a_state(
     tmp_path: Path, name: str, pieces: tuple[int, ...]
 ) -> None:
-    """As `transformers` computes it, in calls that no graph has the token count of."""
+    """Compare it with `transformers`, in calls of token counts that no graph has."""
     model = make_checkpoint(next(x for x in CASES if x.name == name), tmp_path, spread=0.05)
     tokens = np.random.default_rng(0).integers(3, 263, 23).tolist()
     expected = reference_logits(model, tokens)
