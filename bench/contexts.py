@@ -3,6 +3,7 @@
 python bench/contexts.py simulate       # 72 hours on a virtual clock; all of it is simulated
 python bench/contexts.py figures 10     # 2, 10, 11, 14, 15b, with the paper's numbers
 python bench/contexts.py planning       # how long it takes to choose what is read, what computed
+python bench/contexts.py restoring      # where reading a context wins, and where computing it does
 python bench/contexts.py measure        # 60 calls of the demo model, beside the same on that clock
 python bench/contexts.py trace -c 8 --pattern markov        # as JSON lines; the header says all
 
@@ -33,6 +34,7 @@ from lab.preparing import preparing
 from lab.simulated import Call, Machine, SimulatedService, most_tokens, simulated_codec
 from lab.slow_disk import slow_disk
 from parts import context_figures
+from parts import restoring as restoring_map
 
 from hetero.arguments import check_one_of
 from hetero.contexts.codec import CHUNK_TOKENS, HALF, MIXED, NESTED, RAW, ChunkCodec
@@ -212,6 +214,27 @@ def planning(runs: Annotated[int, typer.Option("-r")] = 50) -> None:
         ]
         rows.append([count, f"{1e3 * statistics.median(times):.2f}", f"{1e3 * min(times):.2f}"])
     table("chunks|median, ms|fastest, ms", rows)
+    finish()
+
+
+@app.command("restoring")
+def restoring(
+    models: str = "llama-3.2-1b,qwen3-4b,llama-3-8b",
+    profiles: str = "snapdragon-8-gen-3,snapdragon-8-elite-gen-5,host",
+    disks: Annotated[str, typer.Option(help="MB/s")] = "50,100,200,735",
+    lengths: Annotated[str, typer.Option(help="of contexts, in tokens")] = "512,2048,4096",
+    bits: Annotated[int, typer.Option(help="of keys and values")] = 8,
+    cipher: Annotated[float, typer.Option(help="deciphered bytes/s; 0: not encrypted")] = 0.0,
+) -> None:
+    """The part of a context that is computed again, and what that gains over reading all of it."""
+    speeds, rows = integers(disks), list[list[object]]()
+    for profile, model in product(profiles.split(","), models.split(",")):
+        rows += restoring_map.rows(
+            model, profile, [1e6 * x for x in speeds], integers(lengths), bits, cipher
+        )
+    print(f"simulated; {bits} bits, a prompt of {restoring_map.PROMPT} tokens; the part that is "
+          "computed, times as fast as reading all\n")  # fmt: skip
+    table(f"profile|model|tokens|break-even, MB/s|{'|'.join(f'{x} MB/s' for x in speeds)}", rows)
     finish()
 
 

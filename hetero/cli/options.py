@@ -214,7 +214,8 @@ class SpeculationFlags:
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Model that guesses tokens ahead; mtp: the model's own head for it.",
+            help="Model that guesses tokens ahead, or a Gemma 4 assistant; mtp: the model's own "
+            "head for it; early-exit:N: its first N layers.",
             rich_help_panel=DEVICES,
         ),
     ] = None

@@ -11,7 +11,6 @@ from hetero.errors import UserError
 from hetero.generation.loop import Generation
 from hetero.generation.options import GenerationConfig
 from hetero.generation.own_contexts import OwnContexts
-from hetero.generation.speculative import look_up
 from hetero.models import LoadedModel
 from hetero.placement.choice import Choice
 from hetero.placement.device_set import DeviceSet
@@ -61,7 +60,7 @@ class AnswerContexts:
         `is_text`: the prompt was a text, whose beginning token is dropped where it goes on from
         another. Raises `UserError`.
         """
-        drafts = look_up if self._draft is None else self._draft.drafter
+        drafts = None if self._draft is None else self._draft.drafter
         if config.speculative is None:
             guesses = 0 if self._draft is None else LONGEST_VERIFIED - 1
             config = replace(config, speculative=guesses)

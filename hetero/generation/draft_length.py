@@ -8,6 +8,7 @@ from typing import Final
 
 RECENT: Final = 9  # seconds of calls of one length, of which the median counts
 DECAY: Final = 0.95  # of older guesses' weight: the last 20 or so count
+ENOUGH: Final = 5  # guesses, of which the latest weigh 1
 FIRST_PROBE: Final = 16  # tokens without guesses before a drafter that lost is tried again
 LAST_PROBE: Final = 1024
 
@@ -40,6 +41,10 @@ class DraftLength:
         """Return the probability that a guess of this kind is right."""
         return self._right[kind] / self._seen[kind]
 
+    def knows(self, kind: int) -> bool:
+        """Return whether enough guesses of this kind were seen for their rate to mean something."""
+        return self._seen[kind] > ENOUGH
+
     def seconds(self, rows: int) -> float:
         """Return the expected seconds of a call; plain steps must have been run."""
         return statistics.median(self._seconds[max(x for x in self._seconds if x <= rows)])
@@ -51,16 +56,13 @@ class DraftLength:
         """
         if 1 not in self._seconds:
             return 0
-        rate, best, best_speed = self.rate(kind), 0, 0.0
-        tokens, probability = 1.0, 1.0
-        for count in range(most + 1):
-            if count:
-                probability *= rate
-                tokens += probability
-            speed = tokens / (self.seconds(count + 1) + count * guess_s)
-            if speed > best_speed:
-                best, best_speed = count, speed
-        return best
+        return max(range(most + 1), key=lambda count: self.speed(kind, count, guess_s))
+
+    def speed(self, kind: int, count: int, guess_s: float = 0.0) -> float:
+        """Return the expected tokens a second of calls that verify so many guesses."""
+        rate = self.rate(kind)
+        tokens = sum(rate**right for right in range(count + 1))
+        return tokens / (self.seconds(count + 1) + count * guess_s)
 
     def best_or_probe(self, kind: int, most: int, guess_s: float) -> int:
         """Return `best`, but 1 now and then where that is 0: rates are learned by guessing alone.

@@ -84,13 +84,17 @@ class DraftModel(Closing):
     """A draft model on devices of its own, for any number of answers at once.
 
     Each answer has a context of it, and goes on from what the last one left there. Its engine's
-    lock orders the guesses of answers in different threads. Raises `ModelError` for a model of
-    another vocabulary.
+    lock orders the guesses of answers in different threads. With `layers` it is the first layers of
+    the model itself (`hetero.models.first_layers`). Raises `ModelError` for a model of another
+    vocabulary.
     """
 
-    def __init__(self, path: str, target: LoadedModel, options: LoadOptions) -> None:
-        loader = ModelLoader(path, options, shortens=True)
-        check_vocabulary(loader.model, target)
+    def __init__(
+        self, path: str, target: LoadedModel, options: LoadOptions, layers: int = 0
+    ) -> None:
+        loader = ModelLoader(path, options, shortens=True, layers=layers)
+        if not layers:
+            check_vocabulary(loader.model, target)
         self._vocabulary = target.config.vocab_size
         self._engine, self._own = loader.load()
         self._model = loader.model

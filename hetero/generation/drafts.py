@@ -1,20 +1,26 @@
-"""Opens what guesses tokens for a model: a draft model, or the model's own head."""
+"""Opens what guesses tokens for a model: a draft model, or a part of the model itself."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
-from typing import TypeAlias
+from pathlib import Path
+from typing import Final, TypeAlias
 
 from hetero.backends.registry import EVERY_CORE
 from hetero.errors import UserError
+from hetero.generation.assistant import Assistant, check_assistant
 from hetero.generation.draft_model import DraftModel
 from hetero.generation.loading import LoadOptions, ModelLoader
 from hetero.generation.mtp_head import MTP, MtpHead, check_head
 from hetero.models import LoadedModel
+from hetero.models.assistant_weights import is_assistant
+from hetero.models.first_layers import first_layers
 from hetero.placement.device_set import DeviceMode
 from hetero.runtime.engine import Engine
 
-Draft: TypeAlias = DraftModel | MtpHead
+Draft: TypeAlias = DraftModel | MtpHead | Assistant
+EARLY_EXIT: Final = "early-exit:"  # before a number of layers, as the name of a draft model
 
 
 def check_draft(
@@ -37,6 +43,15 @@ def check_draft(
                 "--draft-device out"
             )
         check_head(model, options)
+    elif path.startswith(EARLY_EXIT):
+        first_layers(model.config, _exit_layers(path), model.name)
+    elif is_assistant(Path(path)):
+        if device != "auto":
+            raise UserError(
+                f"{path} is an assistant, which the host computes from the model's caches: leave "
+                "--draft-device out"
+            )
+        check_assistant(path, model, options)
 
 
 def open_draft(
@@ -55,6 +70,9 @@ def open_draft(
     try:
         if path == MTP:
             return MtpHead(target, options, engine)
+        if is_assistant(Path(path)):
+            return Assistant(path, target, options)
+        layers = _exit_layers(path) if path.startswith(EARLY_EXIT) else 0
         every = EVERY_CORE in map(target.devices.name, target.devices.devices)
         own = replace(
             options,
@@ -63,13 +81,24 @@ def open_draft(
             plan=None,
             experts=None,
             strategy=None,
-            weights=None,
+            weights=options.weights if layers else None,
             prompt_lengths=(),
             first_prompt=None,
             max_seq_len=target.max_seq_len,
         )
-        return DraftModel(path, target.model, own)
+        return DraftModel(target.path if layers else path, target.model, own, layers)
     except BaseException:
         engine.close()
         target.model.weights.close()
         raise
+
+
+def _exit_layers(path: str) -> int:
+    """Return N of `early-exit:N`. Raises `UserError`."""
+    layers = path.removeprefix(EARLY_EXIT)
+    if not re.fullmatch("[0-9]{1,4}", layers):
+        raise UserError(
+            f"--draft-model early-exit:N names the number of layers that guess, got {path!r}: give "
+            "a number, as in early-exit:4"
+        )
+    return int(layers)

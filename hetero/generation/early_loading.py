@@ -119,7 +119,7 @@ class EarlyLoader(ModelLoader):
     def _question(self, **changes: object) -> dict[str, object]:
         """Return the model and its options, for a child process."""
         options = {x.name: getattr(self._options, x.name) for x in fields(self._options)}
-        return {"model": os.fspath(self._path), "options": options | {"progress": None} | changes}
+        return {"model": os.fspath(self.path), "options": options | {"progress": None} | changes}
 
     def _begin(self, engine: Engine, key: str, choice: Choice) -> None:
         """Move the engine to what was chosen, and watch that."""

@@ -75,9 +75,9 @@ class LLM(Closing):
     default of an NPU alone that reads no others. Layers with a sliding window keep the keys and
     values that it reaches; with `whole_caches` all, so that a context can be cut anywhere and is
     not computed again. `draft_model` guesses tokens ahead (`speculative`): a smaller model of the
-    same vocabulary on a `draft_device`, or `mtp`, the model's own head for it. A first start
-    compiles kernels for seconds: `wait_for_plan` off answers on the NPU alone meanwhile, and moves
-    to the plan's devices between two steps.
+    same vocabulary on a `draft_device`, a Gemma 4 assistant, `mtp`, the model's own head for it, or
+    `early-exit:4`, its first 4 layers. A first start compiles kernels for seconds: `wait_for_plan`
+    off answers on the NPU alone meanwhile, and moves to the plan's devices between two steps.
 
     A prompt is answered on a context: one of `new_context`, which the prompt goes on from, or the
     model's own (`context`), from the start unless `reuse`. While a stream uses that, further calls

@@ -76,17 +76,22 @@ class ModelLoader:
     """One model on its way to an engine; after `load` the attributes say what was opened.
 
     `max_seq_len` and `kv` are those of its contexts, `choice` says which devices were chosen and
-    why, `devices` are open, `plan` is what the engine runs at first.
+    why, `devices` are open, `plan` is what the engine runs at first. With `layers` the first ones
+    are opened alone, which end in the model's output head.
     """
 
-    def __init__(self, model: str, options: LoadOptions, *, shortens: bool = False) -> None:
+    def __init__(
+        self, model: str, options: LoadOptions, *, shortens: bool = False, layers: int = 0
+    ) -> None:
         check_one_of("order", options.order, get_args(Order))
         kv = DEFAULT_CACHE if options.kv is None else options.kv
         check_one_of("kv", kv, [*CacheFormat])
         self.kv = CacheFormat(kv)
-        self._path, self._options, self._shortens = model, options, shortens
+        self.path, self._options, self._shortens = model, options, shortens
         self.model: LoadedModel = open_model(model, weights=options.weights)
-        self._bundle = bundle = find_bundle(model)
+        if layers:
+            self.model = self.model.first_layers(layers)
+        self._bundle = bundle = None if layers else find_bundle(model)
         length = options.max_seq_len
         if bundle is not None and length is None:
             length = bundle.max_seq_len
@@ -127,7 +132,7 @@ class ModelLoader:
     def _open_devices(self) -> None:
         """Open the devices of the choice."""
         options = self._options
-        compiled = {} if self._bundle is None else self._bundle.npu_options(self._path)
+        compiled = {} if self._bundle is None else self._bundle.npu_options(self.path)
         self.devices: DeviceSet = open_devices(
             self.choice.mode,
             gpu=self.choice.gpu or options.gpu,
@@ -192,8 +197,8 @@ class ModelLoader:
         may = options.npu in ("auto", "qnn") and options.device in ("auto", "hetero")
         if bundle is not None and plan is None and may:
             windows = self.model.config.windows
-            bundle.check_caches(self._path, windows, whole=self._whole_caches)
-            plan = bundle.load_plan(self._path)
+            bundle.check_caches(self.path, windows, whole=self._whole_caches)
+            plan = bundle.load_plan(self.path)
         if isinstance(plan, str | os.PathLike):
             plan = ExecutionPlan.load(plan)
         if plan is not None:
@@ -212,10 +217,10 @@ class ModelLoader:
             return None, None
         if bundle.solver is not None and options.profile is not None:
             raise UserError(
-                f"{self._path}: plans by the profile that it was compiled with, so --profile "
+                f"{self.path}: plans by the profile that it was compiled with, so --profile "
                 "cannot be honoured: leave it out, or run hetero compile --profile"
             )
-        profile = bundle.load_profile(self._path)
+        profile = bundle.load_profile(self.path)
         if bundle.solver is None or profile is None:
             return profile, None
         return profile, bundle.load_solver(self.model.spec(CacheFormat.F32), profile, plan)

@@ -18,7 +18,7 @@ from hetero.generation.answer_text import AnswerText
 from hetero.generation.options import GenerationConfig
 from hetero.generation.prompt_reader import PromptReader
 from hetero.generation.sampling import Constraint, Logits, SamplingParams, TokenLogprob
-from hetero.generation.speculative import Drafter, SpeculativeDecoder, look_up
+from hetero.generation.speculative import Drafter, SpeculativeDecoder
 from hetero.generation.token_chooser import TokenChooser
 from hetero.models import LoadedModel
 from hetero.runtime.engine import Engine
@@ -108,7 +108,7 @@ class Generation(Iterator[Delta], Closing):
         fallback: str = "",
         choice: str = "",
         clock: TimeSource = time.perf_counter,
-        drafts: Callable[[Context, Sequence[int]], Drafter] = look_up,
+        drafts: Callable[[Context, Sequence[int]], Drafter] | None = None,
     ) -> None:
         self.context, self._hold, self._ended = context, hold, ended
         self._engine, self._model, self._config = engine, model, config
@@ -305,9 +305,10 @@ class Generation(Iterator[Delta], Closing):
         if not self._started:
             self._started = True
             if self._config.speculative:
+                drafter = self._drafts and self._drafts(self.context, self._seen)
                 self._guesses = SpeculativeDecoder(
-                    self._engine, self.context, self._seen, self._config.speculative,
-                    self._drafts(self.context, self._seen), self._clock,
+                    self._engine, self.context, self._seen, self._config.speculative, drafter,
+                    self._clock,
                 )  # fmt: skip
             self._meter.start()
         logits = self._reader.step(keeps=self.keeps_prompt)

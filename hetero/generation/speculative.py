@@ -2,9 +2,10 @@
 
 Guesses are looked up in the text so far, what followed the last occurrence of its last few tokens
 (prompt-lookup decoding; Saxena 2023), or come from a smaller model (`draft_model`; Leviathan et al.
-2023). The model computes all guessed positions in one call, which costs little more than one token
-where weights are streamed. Every token is still the one that the sampler picks from the model's own
-logits: guesses only save calls, they never change the text.
+2023), for each call from where most tokens a second are expected. The model computes all guessed
+positions in one call, which costs little more than one token where weights are streamed. Every
+token is still the one that the sampler picks from the model's own logits: guesses only save calls,
+they never change the text.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from hetero.runtime.sizes import LONGEST_VERIFIED
 Logits = npt.NDArray[np.float32]
 LONGEST_MATCH: Final = 4  # tokens that are looked up, the longest match first
 SHORTEST_MATCH: Final = 2
+DRAFTED: Final = 0  # the kind of a model's guesses; those that are looked up have their match's
 
 
 @dataclass
@@ -86,18 +88,14 @@ class LookupDrafter(Drafter):
         """Release nothing: an index is its answer's own."""
 
 
-def look_up(_context: Context, _text: Sequence[int]) -> Drafter:
-    """Return what guesses from a text itself."""
-    return LookupDrafter()
-
-
 class SpeculativeDecoder:
     """Gives the logits after each token, as `Engine.decode` does, computing several at once.
 
     `tokens` is the text when `decode` is first called. The steps that verify guesses are lowered at
     once, so that no kernel is compiled while an answer waits. At most `draft_tokens` are guessed,
-    fewer or none where that is faster (`DraftLength`). Owned by the generation; `close` leaves the
-    context at the tokens that were taken.
+    fewer or none where that is faster (`DraftLength`): what the text has, or what `drafter` says,
+    if there is one. Owned by the generation; `close` leaves the context at the tokens that were
+    taken.
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class SpeculativeDecoder:
         context: Context,
         tokens: Sequence[int],
         draft_tokens: int,
-        drafter: Drafter,
+        drafter: Drafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if not 1 <= draft_tokens < LONGEST_VERIFIED:
@@ -116,13 +114,14 @@ class SpeculativeDecoder:
             )
         self.statistics = DraftStats()
         self._engine, self._context, self._clock = engine, context, clock
-        self._drafter, self._length = drafter, DraftLength()
+        self._drafter, self._length, self._lookup = drafter, DraftLength(), LookupDrafter()
         self._history = list(tokens)
         self._longest = draft_tokens
         for count in range(1, draft_tokens + 2):
             engine.steps.step(context, "decode", count, count)
         self._start = 0  # context before the last call
-        self._guess, self._right = Guess(), 0  # the last one, and how much of it the text confirms
+        self._guesses: list[Guess] = []  # the last ones, of which the text confirms all so far
+        self._confirmed = 0  # tokens of them
         self._draft: Sequence[int] = ()  # the part of it that the last call verified
         self._rows: Logits | None = None
         self._taken = 0  # tokens of the last call that are part of the text
@@ -153,7 +152,8 @@ class SpeculativeDecoder:
     def close(self) -> None:
         """Forget what was computed for guesses that were wrong, and release the drafter."""
         self._forget_wrong()
-        self._drafter.close()
+        if self._drafter is not None:
+            self._drafter.close()
 
     def _forget_wrong(self) -> None:
         if self._rows is not None:
@@ -166,25 +166,34 @@ class SpeculativeDecoder:
         return row
 
     def _compare(self, token: int) -> None:
-        """Learn from the next token whether the last guess goes on being right."""
-        if self._right < len(self._guess.tokens):
-            right = self._guess.tokens[self._right] == token
-            self._length.saw(self._guess.kind, right=right)
-            self._right += 1
-            if not right:
-                self._guess = Guess()
+        """Learn from the next token whether the last guesses go on being right."""
+        at, still = self._confirmed, []
+        for guess in (x for x in self._guesses if at < len(x.tokens)):
+            right = guess.tokens[at] == token
+            self._length.saw(guess.kind, right=right)
+            if right:
+                still.append(guess)
+        self._guesses, self._confirmed = still, at + 1
 
     def _drafted(self, left: int) -> Sequence[int]:
         """Return the guesses of the next call, in which `left` tokens of the text are computed."""
         room = self._engine.max_seq_len - self._context.cached - left - 1
         most = max(min(self._longest, room, LONGEST_VERIFIED - 1 - left), 0)
-        drafter, length = self._drafter, self._length
-        if drafter.guess_s:
-            most = length.best_or_probe(0, most, drafter.guess_s)
-        self._guess, self._right = drafter.guess(self._history, most) if most else Guess(), 0
-        tokens = self._guess.tokens
-        if not drafter.guess_s:
-            return tokens[: length.best(self._guess.kind, len(tokens))]
-        if most and not tokens:  # as dear as one that is wrong
-            length.saw(self._guess.kind, right=False)
-        return tokens
+        length, drafter = self._length, self._drafter
+        copied = self._lookup.guess(self._history, most)
+        self._guesses, self._confirmed = [copied], 0
+        copies = length.best(copied.kind, len(copied.tokens))
+        if drafter is None:
+            return copied.tokens[:copies]
+        guess_s = drafter.guess_s
+        count = length.best_or_probe(DRAFTED, most, guess_s)
+        if copies and count and length.knows(DRAFTED):
+            drafted = length.speed(DRAFTED, count, guess_s)
+            count = 0 if length.speed(copied.kind, copies) >= drafted else count
+        if copies and not count:
+            return copied.tokens[:copies]
+        guess = drafter.guess(self._history, count) if count else Guess()
+        self._guesses.append(guess)
+        if count and not guess.tokens:  # as dear as one that is wrong
+            length.saw(DRAFTED, right=False)
+        return guess.tokens

@@ -86,6 +86,22 @@ class LoadedModel:
         identity = hashlib.sha256(f"{self.fingerprint}|{ropes}".encode())
         return replace(self, config=config, fingerprint=identity.hexdigest())
 
+    def first_layers(self, layers: int) -> LoadedModel:
+        """Return the model's first layers with its output head. Raises `ModelError`.
+
+        The fingerprints differ, as in `for_context`.
+        """
+        from hetero.models.first_layers import FirstLayers, first_layers
+
+        config = first_layers(self.config, layers, self.name)
+        identity = hashlib.sha256(f"{self.fingerprint}|first {layers} layers".encode())
+        return replace(
+            self,
+            config=config,
+            weights=FirstLayers(self.weights, config),
+            fingerprint=identity.hexdigest(),
+        )
+
     def reading_tokenizer(self) -> LoadedModel:
         """Return the model, whose tokenizer a thread begins to read.
 

@@ -178,6 +178,7 @@ class Deployment:
             head_input=self.placement.graph.nodes[-1].slots["x"],
             static=self._weights.weight_format.activations.static,
             copies=self._options.sync == "copy",
+            sampled=self.placement.graph.samples,
         )
         self.lower()
         for phase, m in () if self._warmed else self._warm_steps():

@@ -28,7 +28,8 @@ class LogitsReader:
 
     `head_input` is the slot that the output head reads. With `static` scales codes are finite
     whatever they were made of, so that slot is checked as well; with `copies` (`--sync copy`) it
-    would be in the GPU's memory alone, and is not.
+    would be in the GPU's memory alone, and is not. `sampled`: the last layers are computed for a
+    prompt's last token alone.
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class LogitsReader:
         head_input: str,
         static: bool,
         copies: bool,
+        sampled: bool,
     ) -> None:
         self._pool, self._steps, self._devices, self._control = pool, steps, devices, control
         self._head_input, self._static, self._copies = head_input, static, copies
+        self._sampled = sampled
 
     def last(self, context: Context, step: Step) -> Logits:
         """Return the logits [vocab] of the last token, a view. Raises as `rows` does."""
@@ -70,9 +73,15 @@ class LogitsReader:
         return self._finite(context, step, rows if every else rows[-1:])
 
     def report(self, context: Context, step: Step) -> None:
-        """Give the hidden states of a step's tokens to `Context.on_states`, if that is set."""
-        if context.on_states is not None:
-            context.on_states(context.cached, self.inputs(context, step, every=True))
+        """Give the hidden states of a step's tokens to `Context.on_states`, if that is set.
+
+        Those of the last token alone, if any, where the last layers were computed for no other.
+        """
+        every = not (self._sampled and step.phase == "prefill")
+        if context.on_states is None or (step.logits is None and not every):
+            return
+        first = 0 if every else sum(self._pool.fed[: len(step.chunks)]) - 1
+        context.on_states(context.cached + first, self.inputs(context, step, every=every))
 
     def of_contexts(self, step: Step, count: int) -> list[Logits | None]:
         """Return copies of the logits [vocab] of so many contexts; None where not finite."""

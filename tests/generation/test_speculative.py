@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from hetero import LLM, UserError
+from hetero.generation.speculative import Drafter, Guess, SpeculativeDecoder
 from hetero.models import open_model
 from hetero.solver.handmade import layer_level
 from tests.runtime.models import tiny_model
@@ -137,6 +139,61 @@ def test_right_and_wrong_guesses_leave_the_logits_of_the_text(tiny: LLM) -> None
     guessed = tiny.generate(prompt, max_tokens=30, logprobs=0, speculative=7)
     wanted = [x.logprob for x in plain.logprobs]
     assert np.allclose([x.logprob for x in guessed.logprobs], wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_guesses_leave_the_distribution_of_sampled_tokens(tiny: LLM, temperature: float) -> None:
+    """Pearson's chi-square of pairs of tokens, the second of which a guess was made for."""
+    prompt, allowed, runs = [9, 8, 7, 6] * 8, [6, 7, 8, 9], 2000
+    options: dict[str, Any] = {"temperature": temperature, "max_tokens": 2, "speculative": 7}
+    options["logit_bias"] = dict.fromkeys(allowed, 1e3)
+    pairs = Counter(
+        tuple(tiny.generate(prompt, seed=seed, **options).tokens) for seed in range(runs)
+    )
+
+    def probabilities(text: list[int]) -> Any:
+        with tiny.new_context() as context:
+            logits = tiny.engine.prefill(context, text)[allowed].astype(np.float64) / temperature
+        weights = np.exp(logits - logits.max())
+        return weights / weights.sum()
+
+    first, chi_square = probabilities(prompt), 0.0
+    for one, share in zip(allowed, first, strict=True):
+        for other, then in zip(allowed, probabilities([*prompt, one]), strict=True):
+            expected = runs * share * then
+            chi_square += (pairs[one, other] - expected) ** 2 / expected
+    assert chi_square < 37.7  # 15 degrees of freedom: one in a thousand is beyond it
+
+
+class Dear(Drafter):
+    """Always guesses one token, which is wrong, and takes long."""
+
+    guess_s = 10.0
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def guess(self, text: Sequence[int], most: int) -> Guess:
+        self.asked += 1
+        return Guess([1] * min(most, 1))
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.full
+def test_guesses_come_from_where_they_save_most_time(tiny: LLM) -> None:
+    """What was looked up is right and free: a model that guesses is asked for a few tokens only."""
+    dear, answer, prompt = Dear(), [9, 8, 7, 6] * 12, [9, 8, 7, 6] * 4
+    with tiny.new_context() as context:
+        tiny.engine.prefill(context, prompt)
+        guesses = SpeculativeDecoder(tiny.engine, context, prompt, 7, dear)
+        for token in answer:
+            guesses.decode(token)
+        guesses.close()
+    assert guesses.statistics.accepted > len(answer) // 2
+    assert dear.asked < 4
 
 
 def test_more_guesses_than_a_step_verifies_are_refused(tiny: LLM) -> None:
