@@ -8,7 +8,7 @@ followed the latest earlier occurrence of the text's end. Calls of the best divi
 into both branches; and, as a bound, of the best of all such branches, whose rows are free.
 
 `devices`: rounds of k guesses, each right with one probability. In turns, draft and verification
-take the best device set each. At once, the draft goes on guessing on one device while the other
+take the best device set each. At once, the draft keeps guessing on one device while the other
 verifies, which slows both down as the profile says; where a guess was wrong it begins again. Tokens
 a second of the best k; times are predicted by profiles.
 """

@@ -421,11 +421,6 @@ class ModelGraph(BaseModel):
         """Return the number of layers that all tokens of a prompt pass through."""
         return self.layers - sum(kind.layers for kind in self.kinds if kind.sampled)
 
-    @property
-    def samples(self) -> bool:
-        """Return whether the last layers are computed for a prompt's last token alone."""
-        return self.prompt_layers < self.layers
-
     @cached_property
     def others(self) -> tuple[Op, ...]:
         """Return the distinct operations that no plan cuts, in order of their first run."""

@@ -147,7 +147,7 @@ def assemble(
         weight_format=spec.base or spec.weight_format,
         layers=spec.layers,
         counts=layer_counts(spec),
-        prompt_layers=spec.prompt_layers if spec.samples else None,
+        prompt_layers=spec.prompt_layers if spec.prompt_layers < spec.layers else None,
         max_gpu_share=request.max_gpu_share,
         margin=request.margin,
         profile_fingerprint=profile.fingerprint,

@@ -305,10 +305,9 @@ class Generation(Iterator[Delta], Closing):
         if not self._started:
             self._started = True
             if self._config.speculative:
-                drafter = self._drafts and self._drafts(self.context, self._seen)
                 self._guesses = SpeculativeDecoder(
-                    self._engine, self.context, self._seen, self._config.speculative, drafter,
-                    self._clock,
+                    self._engine, self.context, self._seen, self._config.speculative,
+                    self._drafts and self._drafts(self.context, self._seen), self._clock,
                 )  # fmt: skip
             self._meter.start()
         logits = self._reader.step(keeps=self.keeps_prompt)

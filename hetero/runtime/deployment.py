@@ -170,15 +170,16 @@ class Deployment:
                 wait_values=self._runner.gpu_share is None,
                 clock=self._options.clock,
             )
+        graph = self.placement.graph
         self.logits = LogitsReader(
             self.pool,
             self._steps,
             self.devices,
             self._runner.control,
-            head_input=self.placement.graph.nodes[-1].slots["x"],
+            head_input=graph.nodes[-1].slots["x"],
             static=self._weights.weight_format.activations.static,
             copies=self._options.sync == "copy",
-            sampled=self.placement.graph.samples,
+            sampled=graph.prompt_layers < graph.layers,
         )
         self.lower()
         for phase, m in () if self._warmed else self._warm_steps():

@@ -40,7 +40,7 @@ def scatters(deployment: Deployment) -> bool:
     inside = placement.non_matmul("prefill") == "npu" and any(
         group.fixed for group in placement.groups.values()
     )
-    whole = not graph.stateful and not graph.samples
+    whole = not graph.stateful and graph.prompt_layers == graph.layers
     return whole and not inside and not placement.online and (not sizes or sizes[0] == 1)
 
 

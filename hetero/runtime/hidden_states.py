@@ -24,7 +24,7 @@ def hidden_states(
     """
     engine.check(context, tokens)
     graph = engine.placement.graph
-    sampled = graph.samples
+    sampled = graph.prompt_layers < graph.layers
     if sampled and every:
         raise UserError(
             f"{graph.name}: the last {graph.layers - graph.prompt_layers} layers of this model are "

@@ -303,7 +303,7 @@ class _Chunk:
         self.devices, self.pool = lowering.devices, lowering.pool
         self.slots = ChunkSlots(self.pool, self.chunk, self.m)
         self.stages: list[tuple[str, int, Sequence[PendingLaunch]]] = []
-        self._pads = not self.placement.graph.samples
+        self._pads = self.placement.graph.prompt_layers == self.placement.graph.layers
         # Where devices add up columns: of which row, of how many layers.
         self._added: dict[Tensor, tuple[int, int]] = {}
         self.gathered_bytes = 0

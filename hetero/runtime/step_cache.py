@@ -87,7 +87,7 @@ class StepCache:
         at = rounded(context.cached)
         graph = self.lowering.placement.graph
         # A state is that after the last token, and of the last one there are layers' rows alone.
-        exact = graph.stateful or graph.samples
+        exact = graph.stateful or graph.prompt_layers < graph.layers
         if logit_rows == 1 and not sums_scores and self._pads_chunks and not exact:
             chunks = padded_chunks(chunks, self._max_seq_len - context.cached)
         key = StepKey("prefill", tuple(chunks), logit_rows, False, at, sums_scores, mode=mode)
