@@ -141,7 +141,10 @@ class SpeculativeDecoder:
         if self._draft:
             self._context.cache.keep_state()
         before_s = self._clock()
-        rows = self._engine.verify(self._context, [*left, token, *self._draft])
+        if left or self._draft:
+            rows = self._engine.verify(self._context, [*left, token, *self._draft])
+        else:  # a view of the logits, which are read before the next step
+            rows = self._engine.decode(self._context, token)[np.newaxis]
         self._length.took(len(rows), self._clock() - before_s)
         self._rows = rows[len(left) :]
         self._taken = 1

@@ -197,7 +197,7 @@ class Engine(Closing):
             with suppress(_ShorterCallsError):
                 rows.append(self._rows(context, "decode", part))
                 tokens = tokens[len(part) :]
-        return np.concatenate(rows)
+        return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
     def score(self, context: Context, tokens: Sequence[int]) -> Logits:
         """Append tokens; return a copy of the logits [tokens, vocab] after every one."""
