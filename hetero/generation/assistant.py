@@ -33,14 +33,14 @@ from hetero.runtime.kv.kv_cache import KvCache
 TARGETS: Final = tuple(ASSISTANTS.values())
 
 
-def check_assistant(path: str, model: LoadedModel, options: LoadOptions) -> AssistantWeights:
+def check_assistant(path: Path, model: LoadedModel, options: LoadOptions) -> AssistantWeights:
     """Return an assistant's weights. Raises `ModelError` of one that is another model's."""
     if options.sync == "copy":
         raise UserError(
             "--sync copy keeps hidden states from the host, which an assistant reads: choose "
             "another --sync"
         )
-    weights = AssistantWeights(Path(path))
+    weights = AssistantWeights(path)
     own, config = weights.config, model.config
     ours = (config.architecture in TARGETS, config.vocab_size, config.hidden_size)
     if ours != (True, own.vocab_size, weights.backbone):
@@ -72,7 +72,7 @@ def _source(model: LoadedModel, *, windowed: bool) -> int:
 class Assistant(Closing):
     """An assistant for any number of answers at once; its guesses run under the model's lock."""
 
-    def __init__(self, path: str, target: ModelLoader, options: LoadOptions) -> None:
+    def __init__(self, path: Path, target: ModelLoader, options: LoadOptions) -> None:
         self._weights = weights = check_assistant(path, target.model, options)
         config, model = weights.config, target.model
         self._embedding = scaled(model.weights.table("embed"), model.config.embed_scale)

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from hetero.backends.registry import EVERY_CORE
 from hetero.errors import UserError
-from hetero.generation.assistant import Assistant, check_assistant
 from hetero.generation.draft_model import DraftModel
 from hetero.generation.loading import LoadOptions, ModelLoader
 from hetero.generation.mtp_head import MTP, MtpHead, check_head
 from hetero.models import LoadedModel
-from hetero.models.assistant_weights import is_assistant
+from hetero.models.assistant_weights import assistant_path
 from hetero.models.first_layers import first_layers
 from hetero.placement.device_set import DeviceMode
 from hetero.runtime.engine import Engine
 
-Draft: TypeAlias = DraftModel | MtpHead | Assistant
+if TYPE_CHECKING:
+    from hetero.generation.assistant import Assistant
+
+Draft: TypeAlias = "DraftModel | MtpHead | Assistant"
 EARLY_EXIT: Final = "early-exit:"  # before a number of layers, as the name of a draft model
 
 
@@ -45,13 +46,15 @@ def check_draft(
         check_head(model, options)
     elif path.startswith(EARLY_EXIT):
         first_layers(model.config, _exit_layers(path), model.name)
-    elif is_assistant(Path(path)):
+    elif (assistant := assistant_path(path)) is not None:
         if device != "auto":
             raise UserError(
                 f"{path} is an assistant, which the host computes from the model's caches: leave "
                 "--draft-device out"
             )
-        check_assistant(path, model, options)
+        from hetero.generation.assistant import check_assistant
+
+        check_assistant(assistant, model, options)
 
 
 def open_draft(
@@ -61,7 +64,7 @@ def open_draft(
     options: LoadOptions,
     engine: Engine,
 ) -> Draft | None:
-    """Open a draft model for an open one, with those of its options that suit both; or its head.
+    """Open what guesses for an open model: a draft model has those options that suit both.
 
     Where it fails the open model's engine is closed.
     """
@@ -70,8 +73,10 @@ def open_draft(
     try:
         if path == MTP:
             return MtpHead(target, options, engine)
-        if is_assistant(Path(path)):
-            return Assistant(path, target, options)
+        if (assistant := assistant_path(path)) is not None:
+            from hetero.generation.assistant import Assistant
+
+            return Assistant(assistant, target, options)
         layers = _exit_layers(path) if path.startswith(EARLY_EXIT) else 0
         every = EVERY_CORE in map(target.devices.name, target.devices.devices)
         own = replace(

@@ -191,6 +191,11 @@ def is_downloaded(model: str) -> bool:
     return _fetcher(model) is not None
 
 
+def named_path(model: str) -> Path:
+    """Return the path that a MODEL names, which may not exist, downloaded if need be."""
+    return _path(model) if is_downloaded(model) else model_path(model)
+
+
 def _fetcher(model: str) -> Callable[[], Path] | None:
     """Return a function that fetches a model of the hub or of the package index by its name."""
     if (package := package_index.package_name(model)) is not None:
@@ -205,7 +210,7 @@ def default_weights(model: str | Path) -> str:
     It is gguf-a16 of a directory with experts in MXFP4. Raises `ModelError` for a broken quantised
     directory or file.
     """
-    path = _path(str(model)) if is_downloaded(str(model)) else model_path(model)
+    path = named_path(str(model))
     if len(path.name) <= LONGEST_NAME and path.suffix.lower() == ".gguf" and path.is_file():
         from hetero.models.gguf import GgufFile, default_format
 

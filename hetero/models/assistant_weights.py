@@ -13,6 +13,7 @@ With `use_ordered_embeddings` only the rows of the most likely clusters of W_hea
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ import numpy as np
 
 from hetero.backends.weights import Float32Array
 from hetero.errors import ModelError
+from hetero.models import named_path
 from hetero.models.architectures import ARCHITECTURES
 from hetero.models.checkpoint import CheckpointFiles
 from hetero.models.config import ModelConfig
@@ -43,10 +45,15 @@ VECTORS: Final = (
 )
 
 
-def is_assistant(path: Path) -> bool:
-    """Return whether a directory holds an assistant. Raises `ModelError` for a broken one."""
+def assistant_path(model: str) -> Path | None:
+    """Return the directory of the assistant that a MODEL names; None where it names another model.
+
+    Raises `ModelError` for a broken one.
+    """
+    path = named_path(model)
     config = path / "config.json"
-    return config.is_file() and read_json_object(config).get("model_type") in ASSISTANTS
+    is_one = os.path.isfile(config) and read_json_object(config).get("model_type") in ASSISTANTS
+    return path if is_one else None
 
 
 @dataclass(frozen=True)
