@@ -17,7 +17,7 @@ import numpy as np
 
 from hetero.contexts.chunks import Chunk, first_bits, spans
 from hetero.contexts.codec import CHUNK_TOKENS, FIRST_VERSIONS, MIXED, ChunkCodec
-from hetero.contexts.layer_bits import by_layer, measure_layers
+from hetero.contexts.head_bits import by_head, measure_heads
 from hetero.contexts.measured import SAMPLE_TEXT, measure_channels
 from hetero.contexts.ratios import paper
 from hetero.errors import UserError
@@ -96,8 +96,8 @@ def kv_quality(
         codec = ChunkCodec(layout, scales)
         if "mixed" in ways:
             text = llm.encode(SAMPLE_TEXT)
-            losses = measure_layers(context, codec, text, llm.engine, ratio)
-            bits = by_layer(losses, codec, ratio)
+            losses = measure_heads(context, codec, text, llm.engine, ratio)
+            bits = by_head(losses, codec, ratio)
             orders = (np.random.default_rng(x).permutation(bits).tolist() for x in range(seeds))
             codec = ChunkCodec(layout, scales, mixed=[bits, *orders])
         first = ChunkCodec(layout, scales, FIRST_VERSIONS[0])

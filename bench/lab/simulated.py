@@ -17,7 +17,7 @@ from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk, Place
 from hetero.contexts.codec import MIXED, RAW, ChunkCodec, Codes
 from hetero.contexts.compression import Compression
-from hetero.contexts.layer_bits import alike, by_layer
+from hetero.contexts.head_bits import alike, by_head
 from hetero.contexts.load_plan import LoadItem, Rates, plan_load
 from hetero.runtime.kv.kv_cache import CacheLayout
 from lab.managers import Manager
@@ -44,7 +44,7 @@ class Call:
 
 def simulated_codec(layout: CacheLayout, ratio: float = 0.5) -> ChunkCodec:
     """Return a codec whose mixed bits have this part of the bytes at 8 bits."""
-    bits = by_layer(alike(layout.layers), ChunkCodec(layout), ratio)
+    bits = by_head(alike(layout.layers), ChunkCodec(layout), ratio)
     return ChunkCodec(layout, mixed=[bits])
 
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 from lab.managers import MANAGERS
 from lab.simulated import Call, Machine, SimulatedService, simulated_codec
 
-from hetero.contexts import chunks, codec, layer_bits, load_plan
+from hetero.contexts import chunks, codec, head_bits, load_plan
 from hetero.contexts.codec import HALF, MIXED, NESTED, RAW, ChunkCodec
 from hetero.contexts.load_plan import Rates
 from hetero.models.random_models import KNOWN_MODELS
@@ -127,7 +127,7 @@ def compared(most: Mapping[str, float]) -> list[str]:
 def chunks_of(tokens: int) -> Iterator[None]:
     """Let chunks have so many tokens: a constant everywhere else."""
     with ExitStack() as stack:
-        for module in (chunks, codec, layer_bits, load_plan):
+        for module in (chunks, codec, head_bits, load_plan):
             stack.enter_context(patch.object(module, "CHUNK_TOKENS", tokens))
         yield
 

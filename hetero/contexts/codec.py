@@ -16,8 +16,9 @@ lower four. 2, 3, 4 and 8 bits are one to four planes (in folders of `FIRST_VERS
 token's keys do not fill bytes, both planes in the middle are one, and there are no 3 bits). 32 bits
 are one plane of the float32 values themselves, which is exact, 16 bits one of float16.
 
-In `mixed` bits each layer has its own: 8, 6 (8 of keys and 4 of values), 4, 3 or 2. Such a chunk is
-one plane, a layer's bytes the first ones of those that it has at 8 bits. It is not lowered.
+In `mixed` bits each head of each layer has its own: 8, 6 (8 of keys and 4 of values), 4, 3 or 2.
+Such a chunk is one plane: of a layer heads of equal bits follow each other, most bits first, each
+time the first bytes of those that these heads have at 8 bits. It is not lowered.
 
 The values that share an amplitude are the chunk's T·D values of a layer and head; where D is at
 least 64, each token's D (folders of `FIRST_VERSIONS`: only of values). One token of a chunk whose
@@ -37,7 +38,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -52,12 +53,13 @@ CHUNK_TOKENS: Final = 16
 RAW: Final = 32
 HALF: Final = 16
 STATES: Final = 64  # in the place of a chunk's bits: it is the states of layers, exact
-MIXED: Final = 128  # and above, likewise: bits by layer, `ChunkCodec.mixed`
+MIXED: Final = 128  # and above, likewise: bits by head, `ChunkCodec.mixed`
 DECODED_TOGETHER: Final = 1 << 15  # values: more are fresh pages for every step of decoding
 NESTED: Final = (8, 4, 3, 2)
 TOKEN_AMPLITUDES_FROM: Final = 64  # head sizes that have an amplitude for each token
 
 Array: TypeAlias = npt.NDArray[Any]
+Assignment: TypeAlias = Sequence[int | Sequence[int]]  # bits of layers, or of the heads of each
 _PLANES: Final = {STATES: 1, RAW: 1, HALF: 1, 2: 1, 3: 2, 4: 3, 6: 4, 8: 4}
 _FEWER: Final = _PLANES | {3: 2, 4: 2, 6: 3, 8: 3}  # without those of keys alone
 
@@ -120,11 +122,20 @@ class Codes:
         return Codes(bits, self.tokens, self.planes[: counts[bits]])
 
 
+class HeadGroup(NamedTuple):
+    """The planes of heads of equal bits in a layer of a chunk; `heads` is None for all."""
+
+    bits: int
+    heads: list[int] | None
+    planes: list[Array]
+
+
 class ChunkCodec:
     """Encoder and decoder of one model's chunks. Immutable; any thread may use it.
 
     `channels` are the scales of the keys' channels, float32 [L, G, D], none of them 0; `mixed` are
-    assignments of bits to layers, which `MIXED` + i stands for.
+    assignments of bits to layers, or to the heads of each, which `MIXED` + i stands for. Heads of
+    equal bits are stored together, those with most bits first.
     """
 
     def __init__(
@@ -132,7 +143,7 @@ class ChunkCodec:
         layout: CacheLayout,
         channels: Array | None = None,
         version: int = CODEC_VERSION,
-        mixed: Sequence[Sequence[int]] = (),
+        mixed: Sequence[Assignment] = (),
     ) -> None:
         self.layers, self.heads, self.size = layout.layers, layout.kv_heads, layout.head_dim
         if self.heads * self.size % 2:
@@ -149,7 +160,7 @@ class ChunkCodec:
         self._split = version == CODEC_VERSION and self.heads * self.size % 4 == 0
         self._states = [shape for _, shape in layout.states]
         self._state_values = sum(map(math.prod, self._states))
-        self.mixed = _checked(mixed, self.layers)
+        self.mixed = _checked(mixed, [self.heads] * self.layers, self.size)
         self.kinds = _kinds(*self.mixed, [0] * self.layers)
 
     @property
@@ -163,26 +174,49 @@ class ChunkCodec:
         return (RAW, 8) if self.kv.coded else (RAW,)
 
     @property
+    def splits_heads(self) -> bool:
+        """Return whether heads of a layer may have different bits: their values fill bytes."""
+        return self.size % 4 == 0
+
+    @property
     def mixed_bits(self) -> range:
-        """Return what stands for bits by layer in the place of a chunk's bits."""
+        """Return what stands for bits by head in the place of a chunk's bits."""
         return range(MIXED, MIXED + len(self.mixed))
 
-    def layer_bits(self, bits: int, layer: int) -> int:
-        """Return the bits of a layer of a chunk."""
-        return self.mixed[bits - MIXED][layer] if bits >= MIXED else bits
+    def heads_at(self, layer: int) -> int:  # noqa: ARG002
+        """Return the key/value heads of a layer."""
+        return self.heads
+
+    def layer_bits(self, bits: int, layer: int) -> int | None:
+        """Return the bits of a layer of a chunk; None where its heads have several."""
+        if bits < MIXED:
+            return bits
+        own = self.mixed[bits - MIXED][layer]
+        return own[0] if len({*own}) == 1 else None
+
+    def groups(self, bits: int, layer: int) -> list[tuple[int, list[int]]]:
+        """Return the heads of equal bits in a layer of a mixed chunk, those of most bits first."""
+        own = self.mixed[bits - MIXED][layer]
+        kinds = sorted({*own}, reverse=True)
+        return [(kind, [h for h, x in enumerate(own) if x == kind]) for kind in kinds]
 
     def plane_bytes(self, tokens: int, bits: int, layer: int) -> tuple[int, ...]:
         """Return the bytes of a layer in each plane."""
         if bits >= MIXED:
-            return (sum(self.plane_bytes(tokens, self.layer_bits(bits, layer), layer)),)
+            parts = self.groups(bits, layer)
+            return (sum(sum(self._plane_bytes(tokens, x, len(heads))) for x, heads in parts),)
         if bits == STATES:
             return (4 * -(-self._state_values // self.layers),)
-        values = 2 * self.heads * tokens * self.size
+        return self._plane_bytes(tokens, bits, self.heads)
+
+    def _plane_bytes(self, tokens: int, bits: int, heads: int) -> tuple[int, ...]:
+        """Return the bytes of so many heads in each plane."""
+        values = 2 * heads * tokens * self.size
         if bits == RAW and self.kv.coded:
-            return (2 * self.heads * tokens * self.kv.row(self.size),)
+            return (2 * heads * tokens * self.kv.row(self.size),)
         if bits > 8:
             return (bits // 8 * values,)
-        first = 2 * self._amplitudes(tokens) + values // 4
+        first = 2 * heads * sum(self._rows(tokens)) + values // 4
         lower = values // (4 if bits == 6 else 2)
         if self._split:
             return (first, values // 8, values // 8, lower)[: _PLANES[bits]]
@@ -220,13 +254,21 @@ class ChunkCodec:
         planes = tuple(np.empty((self.layers, size), np.uint8) for size in sizes)
         return Codes(bits, tokens, planes)
 
-    def _of_layer(self, codes: Codes, layer: int) -> tuple[int, list[Array]]:
-        """Return the bits of a layer of a chunk, and its planes."""
+    def _of_layer(self, codes: Codes, layer: int) -> list[HeadGroup]:
+        """Return the planes of a layer of a chunk, by heads of equal bits."""
         if codes.bits < MIXED:
-            return codes.bits, [plane[layer] for plane in codes.planes]
-        own = self.layer_bits(codes.bits, layer)
-        stops = np.cumsum(self.plane_bytes(codes.tokens, own, layer))
-        return own, np.split(codes.planes[0][layer], stops[:-1])
+            return [HeadGroup(codes.bits, None, [plane[layer] for plane in codes.planes])]
+        if (own := self.layer_bits(codes.bits, layer)) is not None:
+            groups: list[tuple[int, list[int] | None]] = [(own, None)]
+        else:
+            groups = [*self.groups(codes.bits, layer)]
+        left, split = codes.planes[0][layer], []
+        for bits, heads in groups:
+            count = self.heads if heads is None else len(heads)
+            stops = np.cumsum(self._plane_bytes(codes.tokens, bits, count))
+            *planes, left = np.split(left, stops)
+            split.append(HeadGroup(bits, heads, planes))
+        return split
 
     def encode(self, values: Sequence[Array] | Array, bits: int) -> Codes:
         """Encode float32 values [L, 2 (k and v), G, T, D]. Raises `CodecError`."""
@@ -245,7 +287,7 @@ class ChunkCodec:
         divisors = spread(amplitudes, self.heads, self._rows(tokens))
         scaled /= np.where(divisors > 0, divisors, np.float32(1))
         codes = np.clip(np.floor((scaled + 1) * 128), 0, 255).astype(np.uint8)
-        return _lowered(self, self._packed(codes, amplitudes, tokens), bits)
+        return self._coded(codes, amplitudes, tokens, bits)
 
     def encode_cached(self, cache: KvCache, start: int, stop: int, bits: int) -> Codes:
         """Encode tokens [start, stop) of a cache. Raises `CodecError`."""
@@ -269,8 +311,7 @@ class ChunkCodec:
             raise CodecError("keys or values are not finite, or too large for codes")
         codes = np.array([[x.codes[:, start:stop] for x in rows] for rows in both])
         amplitudes = (steps * 128).reshape(self.layers, -1)
-        packed = self._packed(codes.view(np.uint8) ^ 128, amplitudes, stop - start)
-        return _lowered(self, packed, bits)
+        return self._coded(codes.view(np.uint8) ^ 128, amplitudes, stop - start, bits)
 
     def encode_states(self, states: Sequence[Array]) -> Codes:
         """Encode a model's states, in their order: all values after each other, in equal parts."""
@@ -301,17 +342,36 @@ class ChunkCodec:
                 rows.write(0, part)
         return np.ascontiguousarray(codes[:, :, :, : values.shape[3]])
 
-    def _packed(self, codes: Array, amplitudes: Array, tokens: int) -> Codes:
-        """Pack 8-bit codes uint8 [L, 2, G, T, D] and amplitudes [L, of keys, then of values]."""
-        flat = codes.reshape(self.layers, -1)
-        head = amplitudes.astype(np.float16).view(np.uint8).reshape(self.layers, -1)
+    def _coded(self, codes: Array, amplitudes: Array, tokens: int, bits: int) -> Codes:
+        """Return 8-bit codes uint8 [L, 2, G, T, D] in the bits that are asked for.
+
+        Amplitudes are [L, of keys, then of values].
+        """
+        if bits < MIXED:
+            return Codes(8, tokens, self._packed(codes, amplitudes)).lowered(bits)
+        made, rows = self.empty(tokens, bits), self._rows(tokens)
+        of_keys, of_values = np.split(amplitudes, [self.heads * rows[0]], axis=1)
+        by_head = [x.reshape(self.layers, self.heads, -1) for x in (of_keys, of_values)]
+        for layer in range(self.layers):
+            parts = []
+            for own, heads in self.groups(bits, layer):
+                chosen = [x[layer, heads].reshape(1, -1) for x in by_head]
+                planes = self._packed(codes[layer : layer + 1, :, heads], np.hstack(chosen))
+                size = sum(self._plane_bytes(tokens, own, len(heads)))
+                parts.append(np.hstack(planes)[0, :size])
+            made.planes[0][layer] = np.concatenate(parts)
+        return made
+
+    def _packed(self, codes: Array, amplitudes: Array) -> tuple[Array, ...]:
+        """Pack 8-bit codes uint8 [n, 2, heads, T, D] and their amplitudes into planes."""
+        flat = codes.reshape(len(codes), -1)
+        head = amplitudes.astype(np.float16).view(np.uint8).reshape(len(codes), -1)
         middle = _packed2((flat >> 4) & 3)
-        planes: tuple[Array, ...] = (
+        return (
             np.concatenate([head, _packed2(flat >> 6)], axis=1),
             *(np.split(middle, 2, axis=1) if self._split else [middle]),
             (flat[:, 0::2] & 15) | ((flat[:, 1::2] & 15) << 4),
         )
-        return Codes(8, tokens, planes)
 
     def _joined_planes(self, planes: Sequence[Array]) -> Sequence[Array]:
         """Return planes with those of keys and of values as one."""
@@ -322,12 +382,9 @@ class ChunkCodec:
     def decode(self, codes: Codes) -> Sequence[Array] | Array:
         """Return the values of codes, float32 [L, 2, G, T, D]."""
         if codes.bits >= MIXED:
-            own = (self._of_layer(codes, layer) for layer in range(self.layers))
+            layers = range(self.layers)
             return np.concatenate(
-                [
-                    self._decoded(bits, codes.tokens, [x[None] for x in planes], slice(i, i + 1))
-                    for i, (bits, planes) in enumerate(own)
-                ]
+                [self._of_groups([self._of_layer(codes, x)], codes.tokens, x) for x in layers]
             )
         planes = [x for x in codes.planes if not isinstance(x, LayerBytes)]
         return self._decoded(codes.bits, codes.tokens, planes, slice(None))
@@ -341,15 +398,15 @@ class ChunkCodec:
         """
         if self.kv.coded and np.array_equal(keys.channels, self._scales[layer]):
             chunks = [x for x in chunks if not self._moved(*x, layer, (keys, values))]
-        kinds: dict[tuple[int, int], list[tuple[int, list[Array]]]] = {}
+        kinds: dict[tuple[int, int], list[tuple[int, list[HeadGroup]]]] = {}
         for start, codes in chunks:
-            bits, planes = self._of_layer(codes, layer)
-            kinds.setdefault((bits, codes.tokens), []).append((start, planes))
-        for (bits, tokens), group in kinds.items():
+            groups = self._of_layer(codes, layer)
+            bits = groups[0].bits if groups[0].heads is None else codes.bits
+            kinds.setdefault((bits, codes.tokens), []).append((start, groups))
+        for (_, tokens), alike in kinds.items():
             one = 2 * self.heads * tokens * self.size
-            for part in _batched(group, max(1, DECODED_TOGETHER // one)):
-                planes = [np.stack(row) for row in zip(*(x for _, x in part), strict=True)]
-                decoded = self._decoded(bits, tokens, planes, slice(layer, layer + 1))
+            for part in _batched(alike, max(1, DECODED_TOGETHER // one)):
+                decoded = self._of_groups([groups for _, groups in part], tokens, layer)
                 for (start, _), (k, v) in zip(part, decoded, strict=True):
                     keys.write(start, k)
                     values.write(start, v)
@@ -358,33 +415,58 @@ class ChunkCodec:
         self, start: int, codes: Codes, layer: int, into: tuple[CacheRows, CacheRows]
     ) -> bool:
         """Copy a chunk into caches of codes with the same channels; return whether it was."""
+        bits = self.layer_bits(codes.bits, layer)
+        if bits not in (8, RAW):
+            return False
         stop, shape = start + codes.tokens, (2, self.heads, codes.tokens, -1)
-        bits, own = self._of_layer(codes, layer)
-        planes = [plane[None] for plane in own]
+        (group,) = self._of_layer(codes, layer)
+        planes = [plane[None] for plane in group.planes]
         if bits == RAW:
             for rows, part in zip(into, planes[0].view(np.int8).reshape(shape), strict=True):
                 rows.array[:, start:stop] = part
-        elif bits == 8:
-            planes = list(self._joined_planes(planes))
-            moved, amplitudes = unpacked(8, planes, self._amplitudes(codes.tokens))
-            steps = (amplitudes.astype(np.float32) / 128).reshape(shape)
-            parts = (moved ^ 128).view(np.int8).reshape(shape)
-            for rows, part, step in zip(into, parts, steps, strict=True):
-                rows.codes[:, start:stop], rows.steps[:, start:stop] = part, step
-        return bits in (8, RAW)
+            return True
+        planes = list(self._joined_planes(planes))
+        moved, amplitudes = unpacked(8, planes, self._amplitudes(codes.tokens))
+        steps = (amplitudes.astype(np.float32) / 128).reshape(shape)
+        parts = (moved ^ 128).view(np.int8).reshape(shape)
+        for rows, part, step in zip(into, parts, steps, strict=True):
+            rows.codes[:, start:stop], rows.steps[:, start:stop] = part, step
+        return True
 
-    def _decoded(self, bits: int, tokens: int, planes: Sequence[Array], layers: slice) -> Array:
-        """Return float32 [n, 2, G, T, D] of planes [n, bytes]: n layers, or n chunks of a layer."""
-        count = len(planes[0])
-        shape = (count, 2, self.heads, tokens, self.size)
+    def _of_groups(self, chunks: Sequence[list[HeadGroup]], tokens: int, layer: int) -> Array:
+        """Return float32 [n, 2, G, T, D] of a layer of n chunks whose heads have the same bits."""
+        own = slice(layer, layer + 1)
+        made = np.empty((len(chunks), 2, self.heads, tokens, self.size), np.float32)
+        for alike in zip(*chunks, strict=True):
+            bits, heads, _ = alike[0]
+            planes = [np.stack(row) for row in zip(*(x.planes for x in alike), strict=True)]
+            decoded = self._decoded(bits, tokens, planes, own, heads)
+            if heads is None:
+                return decoded
+            made[:, :, heads] = decoded
+        return made
+
+    def _decoded(
+        self,
+        bits: int,
+        tokens: int,
+        planes: Sequence[Array],
+        layers: slice,
+        heads: list[int] | None = None,
+    ) -> Array:
+        """Return float32 [n, 2, G, T, D] of planes [n, bytes]: n layers, or n chunks of a layer.
+
+        G are all heads, or some.
+        """
+        scales = self._scales[layers] if heads is None else self._scales[layers][:, heads]
+        shape = scales.shape[1], tokens, self.size
         if bits == RAW:
-            return self._of_raw(planes[0].reshape(-1), shape, layers)
+            return self._of_raw(planes[0].reshape(-1), (len(planes[0]), 2, *shape), layers)
         if bits == HALF:
-            return planes[0].reshape(-1).view(np.float16).astype(np.float32).reshape(shape)
-        heads = self.heads, tokens, self.size
-        planes = self._joined_planes(planes)
-        scales, both = self._scales[layers], (self.by_token, self.keys_by_token)
-        return decoded(bits, planes, heads, scales, by_token=both[0], keys_by_token=both[1])
+            halves = planes[0].reshape(-1).view(np.float16).astype(np.float32)
+            return halves.reshape(-1, 2, *shape)
+        planes, both = self._joined_planes(planes), (self.by_token, self.keys_by_token)
+        return decoded(bits, planes, shape, scales, by_token=both[0], keys_by_token=both[1])
 
     def _of_raw(self, plane: Array, shape: tuple[int, ...], layers: slice) -> Array:
         if not self.kv.coded:
@@ -433,10 +515,11 @@ class LayeredCodec(ChunkCodec):
         layout: CacheLayout,
         channels: Sequence[Array] | Array | None = None,
         version: int = CODEC_VERSION,
-        mixed: Sequence[Sequence[int]] = (),
+        mixed: Sequence[Assignment] = (),
     ) -> None:
         self._own = []
-        self.mixed = _checked(mixed, layout.layers)
+        sizes = [layout.heads(layer) for layer in range(layout.layers)]
+        self.mixed = _checked(mixed, [x for x, _ in sizes], math.gcd(*(x for _, x in sizes)))
         for layer in range(layout.layers):
             heads, size = layout.heads(layer)
             one = CacheLayout(
@@ -449,10 +532,19 @@ class LayeredCodec(ChunkCodec):
         for own in self._own:
             own._split = self._split
         self.layers, self.kv, self.version = layout.layers, layout.kv, version
-        self.kinds = _kinds(*self.mixed, map(layout.heads, range(layout.layers)))
+        self.kinds = _kinds(*self.mixed, sizes)
         self._states = [shape for _, shape in layout.states]
         self._state_values = sum(map(math.prod, self._states))
         self.channels = [x.channels[0] for x in self._own]
+
+    @property
+    def splits_heads(self) -> bool:
+        """Return whether heads of a layer may have different bits."""
+        return all(x.splits_heads for x in self._own)
+
+    def heads_at(self, layer: int) -> int:
+        """Return the key/value heads of a layer."""
+        return self._own[layer].heads
 
     def plane_bytes(self, tokens: int, bits: int, layer: int) -> tuple[int, ...]:
         """Return the bytes of a layer in each plane."""
@@ -505,11 +597,12 @@ def codec_of(
     layout: CacheLayout,
     channels: Sequence[Array] | Array | None = None,
     version: int = CODEC_VERSION,
-    mixed: Sequence[Sequence[int]] = (),
+    mixed: Sequence[Assignment] = (),
 ) -> ChunkCodec:
     """Return the codec of a model's chunks, with the scales of the keys' channels by layer.
 
-    `mixed` are assignments of bits to layers. Raises `ValueError` for what is none.
+    `mixed` are assignments of bits to layers, or to their heads. Raises `ValueError` for what is
+    none.
     """
     if not layout.alike:
         return LayeredCodec(layout, channels, version, mixed)
@@ -517,24 +610,26 @@ def codec_of(
     return ChunkCodec(layout, scales, version, mixed)
 
 
-def _lowered(codec: ChunkCodec, codes: Codes, bits: int) -> Codes:
-    """Return codes of 8 bits in the ones that are asked for."""
-    if bits < MIXED:
-        return codes.lowered(bits)
-    made = codec.empty(codes.tokens, bits)
-    for layer in range(codec.layers):
-        whole = np.concatenate([plane[layer] for plane in codes.planes])
-        (size,) = codec.plane_bytes(codes.tokens, bits, layer)
-        made.planes[0][layer] = whole[:size]
-    return made
-
-
-def _checked(mixed: Sequence[Sequence[int]], layers: int) -> tuple[tuple[int, ...], ...]:
-    """Return bits of layers. Raises `ValueError` for a wrong number of layers, or other bits."""
-    checked = tuple(map(tuple, mixed))
-    if any(len(bits) != layers or not OWN_BITS.keys() >= {*bits} for bits in checked):
-        raise ValueError(f"{layers} layers have {', '.join(map(str, OWN_BITS))} bits, got {mixed}")
-    return checked
+def _checked(
+    mixed: Sequence[Assignment], heads: Sequence[int], size: int
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Return the bits of each layer's heads. Raises `ValueError` for others than there are."""
+    checked = []
+    for layers in mixed:
+        pairs = zip(layers, heads, strict=False)
+        own = tuple((x,) * n if isinstance(x, int) else tuple(x) for x, n in pairs)
+        fits = (
+            len(layers) == len(heads)
+            and [len(x) for x in own] == [*heads]
+            and all(OWN_BITS.keys() >= {*x} for x in own)
+        )
+        if not fits or (size % 4 and any(len({*x}) > 1 for x in own)):
+            raise ValueError(
+                f"{len(heads)} layers have {', '.join(map(str, OWN_BITS))} bits, for all heads or "
+                f"for each, got {layers}"
+            )
+        checked.append(own)
+    return tuple(checked)
 
 
 def _kinds(*sizes: Iterable[object]) -> list[int]:

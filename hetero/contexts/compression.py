@@ -20,7 +20,7 @@ class Compression:
     """The rule of one service.
 
     `ratio` is the size of all `mixed` chunks but a text's first together, relative to 8-bit codes.
-    By the rule `layers` they have `mixed`, the codec's number for bits by layer.
+    By the rule `layers` they have `mixed`, the codec's number for bits by head.
     """
 
     def __init__(self, bits: KvBits, ratio: float, rule: Rule) -> None:
@@ -32,8 +32,8 @@ class Compression:
         self.mixed = 0
 
     @property
-    def by_layer(self) -> bool:
-        """Return whether layers have bits of their own."""
+    def by_head(self) -> bool:
+        """Return whether the heads of each layer have bits of their own."""
         return self.bits == "mixed" and self.rule == "layers"
 
     @property
@@ -44,7 +44,7 @@ class Compression:
     @property
     def first(self) -> int:
         """Return the bits of a new chunk."""
-        if self.by_layer:
+        if self.by_head:
             return self.mixed
         return {"raw": RAW, "mixed": 8}.get(self.bits) or int(self.bits)
 

@@ -67,8 +67,9 @@ class SharedDecoder:
 class DeviceDecoder:
     """Decode with an operation of a device, in a queue of its own.
 
-    The host decodes partial chunks and floats, and everything once the device has failed; `failure`
-    is then the reason, and the next step will meet the failure too.
+    The host decodes partial chunks, floats, layers whose heads have several bits, and everything
+    once the device has failed; `failure` is then the reason, and the next step will meet the
+    failure too.
     """
 
     def __init__(self, name: str, device: Device, codec: ChunkCodec, op: DecodeChunks) -> None:
@@ -87,8 +88,8 @@ class DeviceDecoder:
 
     def decode(self, chunks: Parts, layer: int, cache: KvCache) -> None:
         """Decode a layer of chunks into the cache, on the device or else on the host."""
-        taken = [] if self.failure else [x for x in chunks if self._takes(x[1])]
-        left = chunks if self.failure else [x for x in chunks if not self._takes(x[1])]
+        taken = [] if self.failure else [x for x in chunks if self._takes(x[1], layer)]
+        left = chunks if self.failure else [x for x in chunks if not self._takes(x[1], layer)]
         if left:
             self._host.decode(left, layer, cache)
         try:
@@ -98,15 +99,22 @@ class DeviceDecoder:
             self.failure = str(error)
             self._host.decode(taken, layer, cache)
 
-    def _takes(self, codes: Codes) -> bool:
-        return codes.bits != RAW and codes.tokens == CHUNK_TOKENS
+    def _takes(self, codes: Codes, layer: int) -> bool:
+        whole = codes.bits != RAW and codes.tokens == CHUNK_TOKENS
+        return whole and self._codec.layer_bits(codes.bits, layer) is not None
+
+    def _bits(self, codes: Codes, layer: int) -> int:
+        """Return the bits of all heads of a layer of a chunk that it takes."""
+        bits = self._codec.layer_bits(codes.bits, layer)
+        assert bits is not None
+        return bits
 
     def _batches(self, chunks: Parts, layer: int) -> Iterator[Parts]:
         """Yield batches that fit the buffer and the table."""
         part: list[tuple[int, Codes]] = []
         room = self._op.room
         for chunk in chunks:
-            size = self._op.chunk_bytes(self._codec.layer_bits(chunk[1].bits, layer))
+            size = self._op.chunk_bytes(self._bits(chunk[1], layer))
             if part and (size > room or len(part) == self._rows):
                 yield part
                 part, room = [], self._op.room
@@ -118,7 +126,7 @@ class DeviceDecoder:
     def _run(self, part: Parts, layer: int, cache: KvCache) -> None:
         at, rows = 0, []
         for start, codes in part:
-            bits = self._codec.layer_bits(codes.bits, layer)
+            bits = self._bits(codes, layer)
             rows.append((start, bits, at))
             at += self._op.chunk_bytes(bits)
         planes = [plane[layer] for _, codes in part for plane in codes.planes]

@@ -2,7 +2,7 @@
 
 It maximises sum(D_i / ratio_i) (LLMS, equations 2 and 3) over information densities (equation 1)
 and favours giving dense chunks few bits. Chunks are ranked no better by density than by age, and
-bits by layer (`hetero.contexts.layer_bits`) beat both.
+bits by layer (`hetero.contexts.head_bits`) beat both.
 """
 
 from __future__ import annotations

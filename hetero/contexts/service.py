@@ -36,7 +36,7 @@ from hetero.contexts.decoding import ChunkDecoder, SharedDecoder, decoders
 from hetero.contexts.directory import ServiceDirectory
 from hetero.contexts.encryption import vault_of
 from hetero.contexts.eviction import Policy
-from hetero.contexts.layer_bits import with_layer_bits
+from hetero.contexts.head_bits import with_head_bits
 from hetero.contexts.measured import (
     MEASURES,
     SAMPLE_TEXT,
@@ -329,13 +329,13 @@ class Service(Closing):
         codec = codec_of(layout, channels, directory.codec)
         engine = self.llm.engine
         engine.contexts.scale_by(codec.channels)
-        codec = with_layer_bits(codec, directory, self.compression, self.llm, self._active)
+        codec = with_head_bits(codec, directory, self.compression, self.llm, self._active)
         able = {} if engine.runner.gpu_share is not None else engine.devices
         known = {decoder.name: decoder for decoder in decoders(able, codec, layout)}
         names = ", ".join(device.info.name for device in engine.devices.values())
         priced = engine.deployment.prefill_modes.priced
         measured_on = [MEASURES, names, self.llm.plan.plan_id, priced, sorted(known)]
-        measured_on += map(list, codec.mixed)
+        measured_on += [list(map(list, bits)) for bits in codec.mixed]
         if about.get("measured_on") != measured_on:
             directory.save(
                 measured_on=measured_on,

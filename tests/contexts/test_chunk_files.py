@@ -30,7 +30,7 @@ from hetero.runtime.kv.kv_cache import CacheLayout
 from tests.contexts.fake_service import LAYOUT
 from tests.support.selection import examples
 
-CODEC = ChunkCodec(LAYOUT, mixed=[[(8, 3, 6, 2)[i % 4] for i in range(LAYOUT.layers)]])
+CODEC = ChunkCodec(LAYOUT, mixed=[[(8, [2, 6], 6, 2)[i % 4] for i in range(LAYOUT.layers)]])
 KINDS = st.lists(
     st.tuples(st.sampled_from([RAW, HALF, MIXED, 8, 4, 2]), st.sampled_from([8, 4, 2])),
     min_size=1,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from hetero.contexts.codec import (
 from hetero.runtime.kv.kv_cache import CacheLayout
 
 BY_LAYER = [[6, 3, 8], [2, 4, 6]]
+BY_HEAD = [[2, 8], 3, [6, 4]]  # `MIXED` + 2
 
 
 def layout(size: int) -> CacheLayout:
@@ -40,7 +43,8 @@ def made(seed: int, size: int, tokens: int = CHUNK_TOKENS) -> tuple[ChunkCodec, 
     values = random.standard_normal((3, 2, 2, tokens, size)).astype(np.float32)
     values *= np.exp(2 * random.standard_normal((3, 2, 2, tokens, 1))).astype(np.float32)
     values[:, 0] *= channels[:, :, None, :]
-    return ChunkCodec(layout(size), channels, mixed=BY_LAYER), values
+    mixed = [*BY_LAYER, BY_HEAD] if size % 4 == 0 else BY_LAYER
+    return ChunkCodec(layout(size), channels, mixed=mixed), values
 
 
 def oracle(codec: ChunkCodec, values: Any, bits: int) -> tuple[Any, Any]:
@@ -50,7 +54,7 @@ def oracle(codec: ChunkCodec, values: Any, bits: int) -> tuple[Any, Any]:
     for layer, kind, head, token, i in np.ndindex(*values.shape):
         scale = float(codec.channels[layer, head, i]) if kind == 0 else 1.0
         part = values[layer, kind, head].astype(np.float64)
-        each = BY_LAYER[bits - MIXED][layer] if bits >= MIXED else bits
+        each = codec.mixed[bits - MIXED][layer][head] if bits >= MIXED else bits
         own = {3: (4, 2), 6: (8, 4)}.get(each, (each, each))[kind]
         if kind == 0:
             part = part / codec.channels[layer, head].astype(np.float64)
@@ -93,7 +97,7 @@ def test_layers_of_several_widths_are_coded_each_by_itself(bits: int, kv: str) -
     assert codes.nbytes == needed
 
 
-@pytest.mark.parametrize("bits", [*NESTED, MIXED, MIXED + 1])
+@pytest.mark.parametrize("bits", [*NESTED, MIXED, MIXED + 1, MIXED + 2])
 @pytest.mark.parametrize("size", [8, 64])
 def test_codes_are_what_the_definition_says(bits: int, size: int) -> None:
     codec, values = made(bits + size, size, 3)
@@ -143,17 +147,50 @@ def test_mixed_bits_are_the_first_bytes_of_a_layer(version: int) -> None:
     assert len({codec.kinds[x] for x in range(3)}) == 3, "layers differ in size"
 
 
-@pytest.mark.parametrize("mixed", [[[8, 8]], [[8, 8, 5]], [[8, 8, 8], []]])
-def test_bits_of_other_layers_are_refused(mixed: list[list[int]]) -> None:
+@pytest.mark.parametrize("kv", ["f32", "q8"])
+@pytest.mark.parametrize("tokens", [5, 16])
+def test_heads_of_a_layer_are_coded_each_by_itself(kv: str, tokens: int) -> None:
+    """As a codec of that head alone has them, whatever bits the others have."""
+    random = np.random.default_rng(tokens)
+    of_two = CacheLayout(layers=3, kv_heads=2, capacity=64, head_dim=8, kv=CacheFormat(kv))
+    channels = np.exp(random.standard_normal((3, 2, 8))).astype(np.float32)
+    values = random.standard_normal((3, 2, 2, tokens, 8)).astype(np.float32)
+    codec = ChunkCodec(of_two, channels, mixed=[BY_HEAD])
+    codes = codec.encode(values, MIXED)
+    found, needed = np.asarray(codec.decode(codes)), 0
+    for layer, head in product(range(3), range(2)):
+        one = replace(of_two, layers=1, kv_heads=1)
+        own = [[codec.mixed[0][layer][head]]]
+        alone = ChunkCodec(one, channels[layer : layer + 1, head : head + 1], mixed=own)
+        part = alone.encode(values[layer : layer + 1, :, head : head + 1], MIXED)
+        np.testing.assert_array_equal(
+            found[layer, :, head], np.asarray(alone.decode(part))[0, :, 0]
+        )
+        needed += part.nbytes
+    assert codes.nbytes == codec.nbytes(tokens, MIXED) == needed
+
+
+@pytest.mark.parametrize(
+    "mixed", [[[8, 8]], [[8, 8, 5]], [[8, 8, 8], []], [[[8], 8, 8]], [[[8, 5], 8, 8]]]
+)
+def test_bits_of_other_layers_are_refused(mixed: list[Any]) -> None:
     with pytest.raises(ValueError, match="3 layers have 8, 6, 4, 3, 2 bits"):
         ChunkCodec(layout(8), mixed=mixed)
+
+
+def test_heads_that_do_not_fill_bytes_have_the_bits_of_their_layer() -> None:
+    assert not ChunkCodec(layout(6)).splits_heads
+    with pytest.raises(ValueError, match="3 layers have"):
+        ChunkCodec(layout(6), mixed=[BY_HEAD])
 
 
 @pytest.mark.full
 @given(
     seed=st.integers(0, 999),
     size=st.sampled_from([8, 64]),
-    bits=st.lists(st.sampled_from([*NESTED, HALF, RAW, MIXED, MIXED + 1]), min_size=1, max_size=9),
+    bits=st.lists(
+        st.sampled_from([*NESTED, HALF, RAW, MIXED, MIXED + 1, MIXED + 2]), min_size=1, max_size=9
+    ),
     last=st.integers(1, 16),
 )
 def test_many_chunks_into_a_cache_are_each_as_alone(

@@ -68,7 +68,8 @@ def test_a_device_decodes_what_the_host_does(
     layout = CacheLayout(layers=2, kv_heads=heads, capacity=330, head_dim=size, kv=cached)
     random = np.random.default_rng(size)
     scales = random.uniform(0.1, 3, (2, heads, size))
-    codec = ChunkCodec(layout, scales, mixed=[[6, 3], [8, 2], [4, 6]])
+    own_bits = [[8, 3, 2, 6][:heads], 4]
+    codec = ChunkCodec(layout, scales, mixed=[[6, 3], [8, 2], [4, 6], own_bits])
     channels = codec.channels if own else None
     beside, op = device.clone_for_thread(), decode_operation(codec, layout)
     assert beside is not None

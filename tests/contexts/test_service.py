@@ -16,7 +16,7 @@ import hetero
 from hetero import LLM, Service, UserError
 from hetero.contexts import chunk_files, directory
 from hetero.contexts.codec import CODEC_VERSION, FIRST_VERSIONS, MIXED
-from hetero.contexts.layer_bits import measure_layers
+from hetero.contexts.head_bits import measure_heads
 from tests.support.checkpoints import GEMMA4, make_checkpoint
 
 PROMPTS = ["Once upon a time there was a fox", " The fox saw", " In the end", " Then"]
@@ -128,9 +128,9 @@ def test_layers_have_bits_of_their_own(
 
     def losses(*args: Any) -> Any:
         measured.append(args)
-        return measure_layers(*args)
+        return measure_heads(*args)
 
-    monkeypatch.setattr("hetero.contexts.layer_bits.measure_layers", losses)
+    monkeypatch.setattr("hetero.contexts.head_bits.measure_heads", losses)
     for i, ratio in enumerate((0.5, 0.375, 0.5)):
         with opened(llm, tmp_path, kv_bits="mixed", kv_ratio=ratio) as service:
             context = service.bind("a").new_context(chat=False)
@@ -153,7 +153,7 @@ def test_layers_have_bits_of_their_own(
                 assert switch is not None
                 assert switch.loaded_tokens > 32
     assert len(measured) == 2
-    assert capsys.readouterr().err.count("measuring how many bits each layer needs") == 2
+    assert capsys.readouterr().err.count("measuring how many bits each head needs") == 2
     facts = json.loads((tmp_path / "service.json").read_text())
     facts["mixed"]["0.5"][0] = 5
     (tmp_path / "service.json").write_text(json.dumps(facts))
@@ -236,7 +236,7 @@ def test_lossy_codes_cost_what_they_are_said_to(llm: LLM, tmp_path: Path, bits: 
         found = active.cache.read(0, exact.shape[3])
         error = np.sqrt(np.square(found - exact).mean() / np.square(exact).mean())
         most = {8: 0.02, 6: 0.2, 4: 0.2, 3: 0.5, 2: 0.9}
-        (lowest,) = {x for own in service._codec.mixed for x in [min(own)]} or {int(bits)}
+        (lowest,) = {min(map(min, own)) for own in service._codec.mixed} or {int(bits)}
         assert error <= most[lowest], "amplitudes are at most some four times the mean"
         assert error > 0
 
