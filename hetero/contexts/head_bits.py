@@ -12,7 +12,8 @@ longer than `LONGEST_S`, all heads of a layer are measured together, and have th
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -27,6 +28,7 @@ from hetero.generation.llm import LLM
 from hetero.generation.sampling import log_softmax
 from hetero.runtime.engine import Engine
 from hetero.runtime.kv.context import Context
+from hetero.runtime.kv.kv_cache import KvCache
 from hetero.solver.knapsack import Alternative, cheapest, least_loss
 from hetero.terminal.notices import notify
 
@@ -76,30 +78,39 @@ def measure_heads(
     logs()  # prepares the steps
     start_s = time.perf_counter()
     exact = logs()
-    heads = sum(map(codec.heads_at, range(codec.layers)))
-    apart = heads * len(tried) * (time.perf_counter() - start_s) <= LONGEST_S and codec.splits_heads
+    calls = len(tried) * sum(map(codec.heads_at, range(codec.layers)))
+    apart = codec.splits_heads and calls * (time.perf_counter() - start_s) <= LONGEST_S
     p = np.exp(exact)
     losses: list[LayerLosses] = []
     for layer in range(codec.layers):
-        rows = cache.rows(layer)
-        whole = [x.array[:, :kept].copy() for x in rows]
-        parts = [[h] for h in range(codec.heads_at(layer))] if apart else [slice(None)]
+        count = codec.heads_at(layer)
+        parts = [slice(x, x + 1) for x in range(count)] if apart else [slice(None)]
         lost: list[dict[int, float]] = [{} for _ in parts]
         for bits in tried:
-            trial.decode_into(encoded[bits], layer, *rows)
-            few = [x.array[:, :kept].copy() for x in rows]
-            for heads, own in zip(parts, lost, strict=True):
-                for x, exact_rows, coded in zip(rows, whole, few, strict=True):
-                    x.array[:, :kept] = exact_rows
-                    x.array[heads, :kept] = coded[heads]
-                cache.wrote(layer, 0, kept)
+            decode = partial(trial.decode_into, encoded[bits], layer)
+            changed = _each_alone(cache, layer, kept, parts, decode)
+            for own, _ in zip(lost, changed, strict=True):
                 own[bits] = float((p * (exact - logs())).sum(axis=1).mean())
-        for x, exact_rows in zip(rows, whole, strict=True):
-            x.array[:, :kept] = exact_rows
-        cache.wrote(layer, 0, kept)
         losses.append([_losses(own) for own in lost])
     context.adopt(())
     return losses
+
+
+def _each_alone(
+    cache: KvCache, layer: int, kept: int, parts: Sequence[slice], decode: Callable[..., None]
+) -> Iterator[slice]:
+    """Yield heads of a layer while they alone have what `decode` writes into the first tokens."""
+    rows = cache.rows(layer)
+    whole = [x.array[:, :kept].copy() for x in rows]
+    decode(*rows)
+    few = [x.array[:, :kept].copy() for x in rows]
+    for heads in (*parts, slice(0)):  # at last none
+        for x, stored, coded in zip(rows, whole, few, strict=True):
+            x.array[:, :kept] = stored
+            x.array[heads, :kept] = coded[heads]
+        cache.wrote(layer, 0, kept)
+        if heads != slice(0):
+            yield heads
 
 
 def alike(layers: int) -> list[LayerLosses]:
