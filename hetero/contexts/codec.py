@@ -43,8 +43,18 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.kv_codes import OWN_BITS, decoded, spread, unpacked
-from hetero.backends.kv_rows import CacheRows, rounded_up
+from hetero.backends.kv_codes import OWN_BITS, decoded, spread
+from hetero.backends.kv_rows import CacheRows
+from hetero.contexts.planes import (
+    CodecError,
+    exact_rows,
+    exact_values,
+    halves,
+    joined,
+    measured_amplitudes,
+    move_codes,
+    packed,
+)
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 
 CODEC_VERSION: Final = 3
@@ -59,13 +69,10 @@ NESTED: Final = (8, 4, 3, 2)
 TOKEN_AMPLITUDES_FROM: Final = 64  # head sizes that have an amplitude for each token
 
 Array: TypeAlias = npt.NDArray[Any]
+Heads: TypeAlias = list[int] | None  # of a layer; None: all
 Assignment: TypeAlias = Sequence[int | Sequence[int]]  # bits of layers, or of the heads of each
 _PLANES: Final = {STATES: 1, RAW: 1, HALF: 1, 2: 1, 3: 2, 4: 3, 6: 4, 8: 4}
 _FEWER: Final = _PLANES | {3: 2, 4: 2, 6: 3, 8: 3}  # without those of keys alone
-
-
-class CodecError(ValueError):
-    """Values that codes cannot hold: not finite, or beyond the range of an amplitude."""
 
 
 class LayerBytes:
@@ -123,10 +130,10 @@ class Codes:
 
 
 class HeadGroup(NamedTuple):
-    """The planes of heads of equal bits in a layer of a chunk; `heads` is None for all."""
+    """The planes of heads of equal bits in a layer of a chunk."""
 
     bits: int
-    heads: list[int] | None
+    heads: Heads
     planes: list[Array]
 
 
@@ -240,8 +247,8 @@ class ChunkCodec:
         """
         raw = 2 * self.nbytes(CHUNK_TOKENS, HALF)
         (states,) = self.plane_bytes(0, STATES, 0)
-        halves = (self.plane_bytes(CHUNK_TOKENS, HALF, layer) for layer in set(self.kinds))
-        widest = max(nbytes // 2 for (nbytes,) in halves)  # values
+        widths = (self.plane_bytes(CHUNK_TOKENS, HALF, layer) for layer in set(self.kinds))
+        widest = max(nbytes // 2 for (nbytes,) in widths)  # values
         return 5 * raw + 10 * max(DECODED_TOGETHER, widest) + 3 * states
 
     def empty(self, tokens: int, bits: int) -> Codes:
@@ -259,7 +266,7 @@ class ChunkCodec:
         if codes.bits < MIXED:
             return [HeadGroup(codes.bits, None, [plane[layer] for plane in codes.planes])]
         if (own := self.layer_bits(codes.bits, layer)) is not None:
-            groups: list[tuple[int, list[int] | None]] = [(own, None)]
+            groups: list[tuple[int, Heads]] = [(own, None)]
         else:
             groups = [*self.groups(codes.bits, layer)]
         left, split = codes.planes[0][layer], []
@@ -277,13 +284,15 @@ class ChunkCodec:
         if values.shape != (self.layers, 2, self.heads, tokens, self.size):
             raise ValueError(f"a chunk of this model has another shape than {values.shape}")
         if bits == RAW:
-            plane = self._exact(values).view(np.uint8)
+            plane = exact_rows(values, self.kv, self._scales).view(np.uint8)
             return Codes(RAW, tokens, (plane.reshape(self.layers, -1),))
         if bits == HALF:
-            return Codes(HALF, tokens, (_halves(values).view(np.uint8).reshape(self.layers, -1),))
+            return Codes(HALF, tokens, (halves(values).view(np.uint8).reshape(self.layers, -1),))
         scaled = values.astype(np.float32)
         scaled[:, 0] /= self._scales[:, :, None, :]
-        amplitudes = self._measured(scaled)
+        amplitudes = measured_amplitudes(
+            scaled, keys_by_token=self.keys_by_token, by_token=self.by_token
+        )
         divisors = spread(amplitudes, self.heads, self._rows(tokens))
         scaled /= np.where(divisors > 0, divisors, np.float32(1))
         codes = np.clip(np.floor((scaled + 1) * 128), 0, 255).astype(np.uint8)
@@ -302,10 +311,8 @@ class ChunkCodec:
             read = [[x.read(start, stop) for x in rows] for rows in both]
             return self.encode(np.array(read, np.float32), bits)
         if bits == RAW:
-            rows = [[x.array[:, start:stop] for x in layer] for layer in both]
-            return Codes(
-                RAW, stop - start, (np.array(rows).view(np.uint8).reshape(self.layers, -1),)
-            )
+            rows = np.array([[x.array[:, start:stop] for x in layer] for layer in both])
+            return Codes(RAW, stop - start, (rows.view(np.uint8).reshape(self.layers, -1),))
         steps = np.array([[x.steps[:, start:stop] for x in rows] for rows in both])
         if not (steps < 65504 / 128).all():  # nor NaN
             raise CodecError("keys or values are not finite, or too large for codes")
@@ -316,31 +323,17 @@ class ChunkCodec:
     def encode_states(self, states: Sequence[Array]) -> Codes:
         """Encode a model's states, in their order: all values after each other, in equal parts."""
         (size,) = self.plane_bytes(0, STATES, 0)
-        codes = Codes(STATES, 0, (np.empty((self.layers, size), np.uint8),))
-        flat = _flat(codes).view(np.float32)
-        np.concatenate([x.reshape(-1) for x in states], out=flat[: self._state_values])
-        flat[self._state_values :] = 0
-        return codes
+        flat = np.concatenate([x.reshape(-1) for x in states])
+        flat.resize(self.layers * size // 4)
+        return Codes(STATES, 0, (flat.view(np.uint8).reshape(self.layers, size),))
 
     def decode_states(self, codes: Codes) -> list[Array]:
         """Return what `encode_states` was given."""
-        flat = _flat(codes).view(np.float32)
+        plane = codes.planes[0]
+        whole = plane.data if isinstance(plane, LayerBytes) else plane.reshape(-1)
         stops = np.cumsum([math.prod(shape) for shape in self._states])
-        parts = np.split(flat[: self._state_values], stops[:-1])
-        return [part.reshape(shape) for part, shape in zip(parts, self._states, strict=True)]
-
-    def _exact(self, values: Array) -> Array:
-        """Return the exact (`RAW`) form: floats, or the bytes that a cache of codes stores."""
-        if not self.kv.coded:
-            return np.array(values, np.float32, order="C")
-        shape = self.kv.shape(self.heads, values.shape[3], self.size)
-        codes = np.zeros((self.layers, 2, *shape), np.int8)
-        for layer, both in enumerate(values):
-            for kind, (part, array) in enumerate(zip(both, codes[layer], strict=True)):
-                rows = CacheRows(array, self.kv, self.size)
-                rows.channels[:] = 1 if kind else self._scales[layer]
-                rows.write(0, part)
-        return np.ascontiguousarray(codes[:, :, :, : values.shape[3]])
+        parts = np.split(whole.view(np.float32), stops)
+        return [part.reshape(shape) for part, shape in zip(parts, self._states, strict=False)]
 
     def _coded(self, codes: Array, amplitudes: Array, tokens: int, bits: int) -> Codes:
         """Return 8-bit codes uint8 [L, 2, G, T, D] in the bits that are asked for.
@@ -348,7 +341,7 @@ class ChunkCodec:
         Amplitudes are [L, of keys, then of values].
         """
         if bits < MIXED:
-            return Codes(8, tokens, self._packed(codes, amplitudes)).lowered(bits)
+            return Codes(8, tokens, packed(codes, amplitudes, split=self._split)).lowered(bits)
         made, rows = self.empty(tokens, bits), self._rows(tokens)
         of_keys, of_values = np.split(amplitudes, [self.heads * rows[0]], axis=1)
         by_head = [x.reshape(self.layers, self.heads, -1) for x in (of_keys, of_values)]
@@ -356,36 +349,18 @@ class ChunkCodec:
             parts = []
             for own, heads in self.groups(bits, layer):
                 chosen = [x[layer, heads].reshape(1, -1) for x in by_head]
-                planes = self._packed(codes[layer : layer + 1, :, heads], np.hstack(chosen))
+                part = codes[layer : layer + 1, :, heads]
+                planes = packed(part, np.hstack(chosen), split=self._split)
                 size = sum(self._plane_bytes(tokens, own, len(heads)))
                 parts.append(np.hstack(planes)[0, :size])
             made.planes[0][layer] = np.concatenate(parts)
         return made
 
-    def _packed(self, codes: Array, amplitudes: Array) -> tuple[Array, ...]:
-        """Pack 8-bit codes uint8 [n, 2, heads, T, D] and their amplitudes into planes."""
-        flat = codes.reshape(len(codes), -1)
-        head = amplitudes.astype(np.float16).view(np.uint8).reshape(len(codes), -1)
-        middle = _packed2((flat >> 4) & 3)
-        return (
-            np.concatenate([head, _packed2(flat >> 6)], axis=1),
-            *(np.split(middle, 2, axis=1) if self._split else [middle]),
-            (flat[:, 0::2] & 15) | ((flat[:, 1::2] & 15) << 4),
-        )
-
-    def _joined_planes(self, planes: Sequence[Array]) -> Sequence[Array]:
-        """Return planes with those of keys and of values as one."""
-        if self._split and len(planes) > 2:
-            return [planes[0], np.concatenate(planes[1:3], axis=-1), *planes[3:]]
-        return planes
-
     def decode(self, codes: Codes) -> Sequence[Array] | Array:
         """Return the values of codes, float32 [L, 2, G, T, D]."""
         if codes.bits >= MIXED:
-            layers = range(self.layers)
-            return np.concatenate(
-                [self._of_groups([self._of_layer(codes, x)], codes.tokens, x) for x in layers]
-            )
+            layers = (([self._of_layer(codes, x)], codes.tokens, x) for x in range(self.layers))
+            return np.concatenate([self._of_groups(*x) for x in layers])
         planes = [x for x in codes.planes if not isinstance(x, LayerBytes)]
         return self._decoded(codes.bits, codes.tokens, planes, slice(None))
 
@@ -418,19 +393,9 @@ class ChunkCodec:
         bits = self.layer_bits(codes.bits, layer)
         if bits not in (8, RAW):
             return False
-        stop, shape = start + codes.tokens, (2, self.heads, codes.tokens, -1)
         (group,) = self._of_layer(codes, layer)
-        planes = [plane[None] for plane in group.planes]
-        if bits == RAW:
-            for rows, part in zip(into, planes[0].view(np.int8).reshape(shape), strict=True):
-                rows.array[:, start:stop] = part
-            return True
-        planes = list(self._joined_planes(planes))
-        moved, amplitudes = unpacked(8, planes, self._amplitudes(codes.tokens))
-        steps = (amplitudes.astype(np.float32) / 128).reshape(shape)
-        parts = (moved ^ 128).view(np.int8).reshape(shape)
-        for rows, part, step in zip(into, parts, steps, strict=True):
-            rows.codes[:, start:stop], rows.steps[:, start:stop] = part, step
+        planes = group.planes if bits == RAW else joined(group.planes, split=self._split)
+        move_codes(into, slice(start, start + codes.tokens), planes)
         return True
 
     def _of_groups(self, chunks: Sequence[list[HeadGroup]], tokens: int, layer: int) -> Array:
@@ -447,12 +412,7 @@ class ChunkCodec:
         return made
 
     def _decoded(
-        self,
-        bits: int,
-        tokens: int,
-        planes: Sequence[Array],
-        layers: slice,
-        heads: list[int] | None = None,
+        self, bits: int, tokens: int, planes: Sequence[Array], layers: slice, heads: Heads = None
     ) -> Array:
         """Return float32 [n, 2, G, T, D] of planes [n, bytes]: n layers, or n chunks of a layer.
 
@@ -461,47 +421,17 @@ class ChunkCodec:
         scales = self._scales[layers] if heads is None else self._scales[layers][:, heads]
         shape = scales.shape[1], tokens, self.size
         if bits == RAW:
-            return self._of_raw(planes[0].reshape(-1), (len(planes[0]), 2, *shape), layers)
+            stored = planes[0].reshape(-1)
+            return exact_values(stored, (len(planes[0]), 2, *shape), self.kv, scales)
         if bits == HALF:
-            halves = planes[0].reshape(-1).view(np.float16).astype(np.float32)
-            return halves.reshape(-1, 2, *shape)
-        planes, both = self._joined_planes(planes), (self.by_token, self.keys_by_token)
+            floats = planes[0].reshape(-1).view(np.float16).astype(np.float32)
+            return floats.reshape(-1, 2, *shape)
+        planes, both = joined(planes, split=self._split), (self.by_token, self.keys_by_token)
         return decoded(bits, planes, shape, scales, by_token=both[0], keys_by_token=both[1])
-
-    def _of_raw(self, plane: Array, shape: tuple[int, ...], layers: slice) -> Array:
-        if not self.kv.coded:
-            exact: Array = plane.view(np.float32).reshape(shape)
-            return exact
-        row = self.kv.row(self.size)
-        rows = plane.view(np.int8).reshape(*shape[:-1], row)
-        steps = np.ascontiguousarray(rows[..., -4:]).view(np.float32)
-        steps = np.broadcast_to(steps, shape).copy()
-        steps[:, 0] *= self._scales[layers][..., None, :]
-        values: Array = (rows[..., : self.size] + np.float32(0.5)) * steps
-        return values
-
-    # --- amplitudes -------------------------------------------------------------------------
-
-    def _amplitudes(self, tokens: int) -> int:
-        """Return the number of amplitudes in a layer's plane: the keys', then the values'."""
-        return self.heads * sum(self._rows(tokens))
 
     def _rows(self, tokens: int) -> tuple[int, int]:
         """Return the number of amplitudes of a head's keys, and of its values."""
         return tokens if self.keys_by_token else 1, tokens if self.by_token else 1
-
-    def _measured(self, values: Array) -> Array:
-        """Return the largest magnitudes [L, amplitudes], rounded up to fp16, as float32.
-
-        Raises `CodecError`.
-        """
-        keys = np.abs(values[:, 0]).max(axis=3 if self.keys_by_token else (2, 3))
-        others = np.abs(values[:, 1]).max(axis=3 if self.by_token else (2, 3))
-        flat = [part.reshape(self.layers, -1) for part in (keys, others)]
-        exact = np.concatenate(flat, axis=1)
-        if not (exact < 65504).all():  # nor NaN
-            raise CodecError("keys or values are not finite, or too large for codes")
-        return rounded_up(exact)
 
 
 class LayeredCodec(ChunkCodec):
@@ -638,22 +568,9 @@ def _kinds(*sizes: Iterable[object]) -> list[int]:
     return list(map(layers.index, layers))
 
 
-def _flat(states: Codes) -> Array:
-    """Return the bytes of all layers' parts of states, one after the other."""
-    plane = states.planes[0]
-    return plane.data if isinstance(plane, LayerBytes) else plane.reshape(-1)
-
-
 def _batched(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
     for start in range(0, len(items), count):
         yield items[start : start + count]
-
-
-def _halves(values: Array) -> Array:
-    """Return finite values as float16. Raises `CodecError` outside its range."""
-    if not (np.abs(values) < 65504).all():
-        raise CodecError("keys or values are not finite, or too large for codes")
-    return np.array(values, np.float16, order="C")
 
 
 def channel_scales(values: Array) -> Array:
@@ -666,10 +583,3 @@ def channel_scales(values: Array) -> Array:
     relative = np.sqrt(squares) / np.where(head > 0, head, 1)
     scales: Array = np.maximum(relative, 0.01).astype(np.float32)
     return scales
-
-
-def _packed2(codes: Array) -> Array:
-    """Pack two-bit codes [L, n], four in a byte."""
-    first, second, third, fourth = (codes[:, i::4] for i in range(4))
-    packed: Array = first | (second << 2) | (third << 4) | (fourth << 6)
-    return packed

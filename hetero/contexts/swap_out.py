@@ -19,8 +19,9 @@ from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunk_files import ChunkFiles
 from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk
-from hetero.contexts.codec import RAW, STATES, Array, ChunkCodec, CodecError, Codes
+from hetero.contexts.codec import RAW, STATES, Array, ChunkCodec, Codes
 from hetero.contexts.compaction import compact, make_room
+from hetero.contexts.planes import CodecError
 from hetero.contexts.unbound import UnboundApps
 from hetero.errors import UserError
 from hetero.runtime.kv.kv_cache import KvCache

@@ -129,9 +129,7 @@ class FakeService:
         read_ahead: bool = False,
     ) -> None:
         self.bits, self.folder = bits, folder
-        self.codec = ChunkCodec(
-            LAYOUT, mixed=[[(4, 8, [6, 2])[i % 3] for i in range(LAYOUT.layers)]]
-        )
+        self.codec = ChunkCodec(LAYOUT, mixed=[[4, 8, [6, 4]]])
         self.active = FakeActive(TOLERANCE[bits])
         self.disk = ByteBudget(disk, "disk")
         self.memory = ChunkMemory(ByteBudget(memory), policy)

@@ -22,10 +22,10 @@ from hetero.contexts.codec import (
     NESTED,
     RAW,
     ChunkCodec,
-    CodecError,
     channel_scales,
     codec_of,
 )
+from hetero.contexts.planes import CodecError
 from hetero.runtime.kv.kv_cache import CacheLayout
 
 BY_LAYER = [[6, 3, 8], [2, 4, 6]]

@@ -9,7 +9,8 @@ import pytest
 
 from hetero.backends.formats import CacheFormat
 from hetero.backends.memory import HostBuffer
-from hetero.contexts.codec import CHUNK_TOKENS, HALF, RAW, ChunkCodec, CodecError
+from hetero.contexts.codec import CHUNK_TOKENS, HALF, RAW, ChunkCodec
+from hetero.contexts.planes import CodecError
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 
 TOKENS = 3 * CHUNK_TOKENS
