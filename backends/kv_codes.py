@@ -96,51 +96,65 @@ def unpacked4(packed: Array) -> Array:
 
 
 def decode_chunks(op: DecodeChunks, channels: Array, arrays: dict[str, Array]) -> None:
-    """Compute a call of the operation; chunks of equal bits together."""
+    """Compute a call of the operation; chunks of equal bits and heads together."""
     table, codes = arrays["table"], arrays["codes"]
-    shape = op.kv_heads, op.tokens, op.head_dim
-    quarter, by_channel = op.values // 4, channels.reshape(op.kv_heads, op.head_dim)
+    every = channels.reshape(op.kv_heads, op.head_dim)
     caches = [CacheRows(arrays[port], op.kv, op.head_dim) for port in ("k_cache", "v_cache")]
-    moves = op.kv.coded and np.array_equal(caches[0].channels, by_channel)
-    for bits in (16, *OWN_BITS):
-        rows = table[table[:, 1] == bits]
-        if not len(rows):
-            continue
-        size = op.chunk_bytes(bits)
+    moves = op.kv.coded and np.array_equal(caches[0].channels, every)
+    for bits, mask in sorted({(x, y) for _, x, _, y in table.tolist() if x}):
+        rows = table[(table[:, 1] == bits) & (table[:, 3] == mask)]
+        heads = op.heads_of(mask)
+        size, shape = op.chunk_bytes(bits, len(heads)), (len(heads), op.tokens, op.head_dim)
         parts = np.stack([codes[start : start + size] for start in rows[:, 2]])
         if bits == 16:
             values_of = parts.view(np.float16).astype(np.float32).reshape(len(rows), 2, *shape)
         else:
-            first = 2 * op.amplitudes + quarter
+            quarter = shape[0] * op.tokens * op.head_dim // 2
+            first = 2 * shape[0] * sum(op.amplitude_rows) + quarter
             planes = np.split(parts, [first, first + quarter], axis=1)
             if bits == 8 and moves:
-                _move(op, rows[:, 0].tolist(), planes, caches)
+                _move(op, heads, rows[:, 0].tolist(), planes, caches)
                 continue
             values_of = decoded(
                 bits,
                 planes,
                 shape,
-                by_channel,
+                every[heads],
                 by_token=op.by_token,
                 keys_by_token=op.keys_by_token,
             )
         for first, values in zip(rows[:, 0].tolist(), values_of, strict=True):
             for into, part in zip(caches, values, strict=True):
-                into.write(first, part)
+                write_heads(into, heads, first, part)
+
+
+def write_heads(rows: CacheRows, heads: Sequence[int], start: int, values: Array) -> None:
+    """Write tokens of some heads from `start` on, [heads, tokens, D]."""
+    if len(heads) == len(rows.array):
+        rows.write(start, values)
+        return
+    some = CacheRows(rows.array[list(heads)], rows.kv, rows.head_dim)  # a copy
+    some.write(start, values)
+    rows.array[list(heads)] = some.array
 
 
 def _move(
-    op: DecodeChunks, firsts: Sequence[int], planes: Sequence[Array], caches: Sequence[CacheRows]
+    op: DecodeChunks,
+    heads: list[int],
+    firsts: Sequence[int],
+    planes: Sequence[Array],
+    caches: Sequence[CacheRows],
 ) -> None:
     """Move codes of 8 bits into caches of codes, unchanged."""
-    codes, amplitudes = unpacked(8, planes, op.amplitudes)
-    steps = spread(amplitudes.astype(np.float32) / 128, op.kv_heads, op.amplitude_rows)
+    count = len(heads)
+    codes, amplitudes = unpacked(8, planes, count * sum(op.amplitude_rows))
+    steps = spread(amplitudes.astype(np.float32) / 128, count, op.amplitude_rows)
     parts = (codes ^ 128).view(np.int8)
     for first, part, step in zip(firsts, parts, steps, strict=True):
-        shaped = part.reshape(2, op.kv_heads, op.tokens, op.head_dim)
+        shaped = part.reshape(2, count, op.tokens, op.head_dim)
         for into, own, scale in zip(caches, shaped, step, strict=True):
-            into.codes[:, first : first + op.tokens] = own
-            into.steps[:, first : first + op.tokens] = scale
+            into.codes[heads, first : first + op.tokens] = own
+            into.steps[heads, first : first + op.tokens] = scale
 
 
 def random_channels(op: DecodeChunks, random: np.random.Generator) -> npt.NDArray[np.float32]:
@@ -156,17 +170,19 @@ def random_chunks(
 
     They are for self-tests and tests.
 
-    Every seventh row is none.
+    Every seventh row is none; every second one has some heads only.
     """
     codes = random.integers(0, 256, op.room, np.uint8)
     slots = random.permutation(op.capacity // op.tokens)[:m]
-    table, at = np.zeros((m, 3), np.int32), 0
+    table, at = np.zeros((m, 4), np.int32), 0
     for i in range(m):
         bits = (8, 4, 16, 3, 2, 6, 0)[i % 7]
-        table[i] = slots[i] * op.tokens, bits, at
-        floats = {0: 0, 16: op.values}.get(bits, op.amplitudes)
+        mask = int(random.integers(1, 1 << min(op.kv_heads, 30))) if i % 2 else 0
+        count = len(op.heads_of(mask))
+        table[i] = slots[i] * op.tokens, bits, at, mask
+        floats = {0: 0, 16: op.values}.get(bits, op.amplitudes) * count // op.kv_heads
         codes[at : at + 2 * floats] = (
             random.uniform(0.1, 4, floats).astype(np.float16).view(np.uint8)
         )
-        at += (op.chunk_bytes(bits) if bits else 0) + 2 * int(random.integers(3))
+        at += (op.chunk_bytes(bits, count) if bits else 0) + 2 * int(random.integers(3))
     return codes, table

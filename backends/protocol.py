@@ -421,7 +421,7 @@ def _width(op: Op, port: str) -> tuple[int, ...]:  # noqa: PLR0911, PLR0912
         case ops.DecodeChunks():
             if port in CACHE_PORTS:
                 return op.kv.shape(op.kv_heads, op.capacity, op.head_dim)
-            return (op.room,) if port == "codes" else (3,)
+            return (op.room,) if port == "codes" else (4,)
         case ops.GatedAct():
             return (2 * op.f,) if port == "x" else (op.f,)
         case ops.Router() if port == "y":

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from hetero.backends import checks, ops, rope_tables
 from hetero.backends.checks import packed, vector
 from hetero.backends.formats import GROUP_SIZE, INT8_STATIC, activations_of
+from hetero.backends.kv_codes import write_heads
 from hetero.backends.kv_rows import CacheRows
 from hetero.backends.ops import Activation, Op, describe, weight_names
 from hetero.backends.protocol import CACHE_PORTS, WeightValue
@@ -305,32 +306,33 @@ def decode_chunks(op: ops.DecodeChunks, channels: Array) -> tuple[Program, int]:
 
     Codes, scales and products have one rounding, so that every kernel gives the same bits.
     """
-    shape = 2, op.kv_heads, op.tokens, op.head_dim
-    by_channel = channels.reshape(op.kv_heads, 1, op.head_dim)
+    every = channels.reshape(op.kv_heads, 1, op.head_dim)
 
     def run(arrays: Arrays) -> None:
-        for first, bits, start in arrays["table"].tolist():
+        for first, bits, start, mask in arrays["table"].tolist():
             if not bits:
                 continue
-            part = arrays["codes"][start : start + op.chunk_bytes(bits)]
+            heads = op.heads_of(mask)
+            by_channel, shape = every[heads], (2, len(heads), op.tokens, op.head_dim)
+            part = arrays["codes"][start : start + op.chunk_bytes(bits, len(heads))]
             caches = [CacheRows(arrays[port], op.kv, op.head_dim) for port in CACHE_PORTS]
             if bits == 16:
                 values_of = (
                     np.frombuffer(part.tobytes(), np.float16).astype(np.float32).reshape(shape)
                 )
             else:
-                codes, scale = _codes(op, part, bits)
-                own = by_channel[:, 0]
-                if bits == 8 and op.kv.coded and np.array_equal(caches[0].channels, own):
+                codes, scale = _codes(op, part, bits, len(heads))
+                if bits == 8 and op.kv.coded and np.array_equal(caches[0].channels, every[:, 0]):
                     for rows, values, steps in zip(caches, codes, scale, strict=True):
-                        rows.codes[:, first : first + op.tokens] = values.astype(np.int16) - 128
-                        rows.steps[:, first : first + op.tokens] = steps[..., :1]
+                        stop = first + op.tokens
+                        rows.codes[heads, first:stop] = values.astype(np.int16) - 128
+                        rows.steps[heads, first:stop] = steps[..., :1]
                     continue
                 scale[0] *= by_channel
                 centre = np.array([0.5 - 2.0 ** (x - 1) for x in _each(bits)], np.float32)
                 values_of = (codes + centre.reshape(2, 1, 1, 1)) * scale
             for rows, values in zip(caches, values_of, strict=True):
-                rows.write(first, values)
+                write_heads(rows, heads, first, values)
 
     return run, channels.nbytes
 
@@ -340,15 +342,16 @@ def _each(bits: int) -> tuple[int, int]:
     return {3: (4, 2), 6: (8, 4)}.get(bits, (bits, bits))
 
 
-def _codes(op: ops.DecodeChunks, part: Array, bits: int) -> tuple[Array, Array]:
-    """Return codes and their scales, float32 [2, G, T, D], of a chunk's bytes.
+def _codes(op: ops.DecodeChunks, part: Array, bits: int, heads: int) -> tuple[Array, Array]:
+    """Return codes and their scales, float32 [2, heads, T, D], of a chunk's bytes.
 
     Scales of keys are without the channels'.
     """
-    split, quarter = 2 * op.amplitudes, op.values // 4
-    at = np.arange(op.values)
+    rows, values = op.amplitude_rows, 2 * heads * op.tokens * op.head_dim
+    split, quarter = 2 * heads * sum(rows), values // 4
+    at = np.arange(values)
     codes = (part[split + at // 4] >> (2 * (at % 4))) & 3
-    of_keys = at[: op.values // 2]
+    of_keys = at[: values // 2]
     more = at if bits > 3 else of_keys[: len(of_keys) * (bits > 2)]
     middle = (part[split + quarter + more // 4] >> (2 * (more % 4))) & 3
     codes[: len(more)] = codes[: len(more)] << 2 | middle
@@ -356,7 +359,6 @@ def _codes(op: ops.DecodeChunks, part: Array, bits: int) -> tuple[Array, Array]:
     lower = (part[split + 2 * quarter + more // 2] >> (4 * (more % 2))) & 15
     codes[: len(more)] = codes[: len(more)] << 4 | lower
     amplitudes = np.frombuffer(part[:split].tobytes(), np.float16).astype(np.float32)
-    heads, rows = op.kv_heads, op.amplitude_rows
     scale = np.empty((2, heads, op.tokens, op.head_dim), np.float32)
     scale[0] = amplitudes[: heads * rows[0]].reshape(heads, rows[0], 1)
     scale[1] = amplitudes[heads * rows[0] :].reshape(heads, rows[1], 1)

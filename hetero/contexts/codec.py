@@ -202,8 +202,8 @@ class ChunkCodec:
         return own[0] if len({*own}) == 1 else None
 
     def groups(self, bits: int, layer: int) -> list[tuple[int, list[int]]]:
-        """Return the heads of equal bits in a layer of a mixed chunk, those of most bits first."""
-        own = self.mixed[bits - MIXED][layer]
+        """Return the heads of equal bits in a layer of a chunk, those of most bits first."""
+        own = self.mixed[bits - MIXED][layer] if bits >= MIXED else (bits,) * self.heads
         kinds = sorted({*own}, reverse=True)
         return [(kind, [h for h, x in enumerate(own) if x == kind]) for kind in kinds]
 
@@ -371,7 +371,8 @@ class ChunkCodec:
 
         Chunks of equal bits are decoded `DECODED_TOGETHER` values at a time.
         """
-        if self.kv.coded and np.array_equal(keys.channels, self._scales[layer]):
+        own = self.kv.coded and np.array_equal(keys.channels, self._scales[layer])
+        if own:
             chunks = [x for x in chunks if not self._moved(*x, layer, (keys, values))]
         kinds: dict[tuple[int, int], list[tuple[int, list[HeadGroup]]]] = {}
         for start, codes in chunks:
@@ -382,9 +383,13 @@ class ChunkCodec:
             one = 2 * self.heads * tokens * self.size
             for part in _batched(alike, max(1, DECODED_TOGETHER // one)):
                 decoded = self._of_groups([groups for _, groups in part], tokens, layer)
-                for (start, _), (k, v) in zip(part, decoded, strict=True):
+                for (start, groups), (k, v) in zip(part, decoded, strict=True):
                     keys.write(start, k)
                     values.write(start, v)
+                    for group in (x for x in groups if own and x.bits == 8):
+                        planes = joined(group.planes, split=self._split)
+                        place = slice(start, start + tokens)
+                        move_codes((keys, values), place, planes, group.heads)
 
     def _moved(
         self, start: int, codes: Codes, layer: int, into: tuple[CacheRows, CacheRows]

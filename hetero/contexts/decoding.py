@@ -22,6 +22,7 @@ from hetero.contexts.codec import CHUNK_TOKENS, DECODED_TOGETHER, HALF, RAW, Chu
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 
 Parts: TypeAlias = Sequence[tuple[int, Codes]]
+MASKED: Final = 31  # heads of which a chunk may have some: bits of an int32
 STAGED_BYTES: Final = (
     10 * DECODED_TOGETHER
 )  # what decoding on the host would take (`workspace_bytes`)
@@ -67,16 +68,18 @@ class SharedDecoder:
 class DeviceDecoder:
     """Decode with an operation of a device, in a queue of its own.
 
-    The host decodes partial chunks, floats, layers whose heads have several bits, and everything
-    once the device has failed; `failure` is then the reason, and the next step will meet the
-    failure too.
+    The host decodes partial chunks and floats, and everything once the device has failed; `failure`
+    is then the reason, and the next step will meet the failure too.
     """
 
     def __init__(self, name: str, device: Device, codec: ChunkCodec, op: DecodeChunks) -> None:
         self.name, self.failure = name, ""
         self._device, self._host, self._op = device, HostDecoder(codec), op
         self._codec = codec
-        self._rows = max(1, min(op.capacity // op.tokens, op.room // op.chunk_bytes(2)))
+        fit = max(1, min(op.capacity // op.tokens, op.room // op.chunk_bytes(2)))
+        layers = range(len(codec.channels))
+        kinds = [len(codec.groups(x, layer)) for x in codec.mixed_bits for layer in layers]
+        self._rows = fit * max([1, *kinds])  # a chunk has a row for each of its bits
         self._codes, self._table = (self._staging(port) for port in ("codes", "table"))
         self._kernels = [
             device.prepare(op, {"channels": np.ascontiguousarray(channels.reshape(-1))})
@@ -88,8 +91,8 @@ class DeviceDecoder:
 
     def decode(self, chunks: Parts, layer: int, cache: KvCache) -> None:
         """Decode a layer of chunks into the cache, on the device or else on the host."""
-        taken = [] if self.failure else [x for x in chunks if self._takes(x[1], layer)]
-        left = chunks if self.failure else [x for x in chunks if not self._takes(x[1], layer)]
+        taken = [] if self.failure else [x for x in chunks if self._takes(x[1])]
+        left = chunks if self.failure else [x for x in chunks if not self._takes(x[1])]
         if left:
             self._host.decode(left, layer, cache)
         try:
@@ -99,36 +102,31 @@ class DeviceDecoder:
             self.failure = str(error)
             self._host.decode(taken, layer, cache)
 
-    def _takes(self, codes: Codes, layer: int) -> bool:
-        whole = codes.bits != RAW and codes.tokens == CHUNK_TOKENS
-        return whole and self._codec.layer_bits(codes.bits, layer) is not None
-
-    def _bits(self, codes: Codes, layer: int) -> int:
-        """Return the bits of all heads of a layer of a chunk that it takes."""
-        bits = self._codec.layer_bits(codes.bits, layer)
-        assert bits is not None
-        return bits
+    def _takes(self, codes: Codes) -> bool:
+        return codes.bits != RAW and codes.tokens == CHUNK_TOKENS
 
     def _batches(self, chunks: Parts, layer: int) -> Iterator[Parts]:
         """Yield batches that fit the buffer and the table."""
         part: list[tuple[int, Codes]] = []
-        room = self._op.room
+        room, left = self._op.room, self._rows
         for chunk in chunks:
-            size = self._op.chunk_bytes(self._bits(chunk[1], layer))
-            if part and (size > room or len(part) == self._rows):
+            groups = self._codec.groups(chunk[1].bits, layer)
+            size = sum(self._op.chunk_bytes(bits, len(heads)) for bits, heads in groups)
+            if part and (size > room or len(groups) > left):
                 yield part
-                part, room = [], self._op.room
+                part, room, left = [], self._op.room, self._rows
             part.append(chunk)
-            room -= size
+            room, left = room - size, left - len(groups)
         if part:
             yield part
 
     def _run(self, part: Parts, layer: int, cache: KvCache) -> None:
         at, rows = 0, []
         for start, codes in part:
-            bits = self._bits(codes, layer)
-            rows.append((start, bits, at))
-            at += self._op.chunk_bytes(bits)
+            for bits, heads in self._codec.groups(codes.bits, layer):
+                whole = len(heads) == self._op.kv_heads
+                rows.append((start, bits, at, 0 if whole else sum(1 << x for x in heads)))
+                at += self._op.chunk_bytes(bits, len(heads))
         planes = [plane[layer] for _, codes in part for plane in codes.planes]
         np.concatenate(planes, out=self._codes.array[:at])
         self._table.array[: len(rows)] = rows
@@ -178,7 +176,7 @@ def decoders(
     Their caches are coherent with the host.
     """
     yield HostDecoder(codec)
-    if layout.head_dim * CHUNK_TOKENS % 4 or not layout.alike:
+    if layout.head_dim * CHUNK_TOKENS % 4 or not layout.alike or layout.kv_heads > MASKED:
         return
     op = decode_operation(codec, layout)
     for kind, device in devices.items():

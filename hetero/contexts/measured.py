@@ -32,7 +32,7 @@ from hetero.errors import UserError
 from hetero.runtime.kv.context import Context
 from hetero.runtime.kv.layer_gate import LayerGate
 
-MEASURES: Final = 8  # version of what is measured: a folder of another one measures again
+MEASURES: Final = 9  # version of what is measured: a folder of another one measures again
 SAMPLE_TOKENS: Final = 512
 # Prose and code, for scales of channels that fit what people write.
 SAMPLE_TEXT: Final = """The harbour lay quiet under a thin rain when the last ferry came in. \

@@ -91,22 +91,28 @@ def exact_values(stored: Array, shape: tuple[int, ...], kv: CacheFormat, channel
     return values
 
 
-def move_codes(into: tuple[CacheRows, CacheRows], rows: slice, planes: Sequence[Array]) -> None:
+def move_codes(
+    into: tuple[CacheRows, CacheRows],
+    rows: slice,
+    planes: Sequence[Array],
+    heads: list[int] | None = None,
+) -> None:
     """Copy a chunk's codes of 8 bits, or a cache's own bytes, into rows of caches of codes.
 
-    They are one plane of bytes, or planes that are `joined`.
+    They are one plane of bytes, or planes that are `joined`, of all heads or some.
     """
-    heads, tokens = len(into[0].array), rows.stop - rows.start
-    shape = (2, heads, tokens, -1)
+    chosen = [*range(len(into[0].array))] if heads is None else heads
+    count, tokens = len(chosen), rows.stop - rows.start
+    shape = (2, count, tokens, -1)
     if len(planes) == 1:
         for cache, part in zip(into, planes[0].view(np.int8).reshape(shape), strict=True):
             cache.array[:, rows] = part
         return
-    codes, amplitudes = unpacked(8, [x[None] for x in planes], 2 * heads * tokens)
+    codes, amplitudes = unpacked(8, [x[None] for x in planes], 2 * count * tokens)
     steps = (amplitudes.astype(np.float32) / 128).reshape(shape)
     parts = (codes ^ 128).view(np.int8).reshape(shape)
     for cache, part, step in zip(into, parts, steps, strict=True):
-        cache.codes[:, rows], cache.steps[:, rows] = part, step
+        cache.codes[chosen, rows], cache.steps[chosen, rows] = part, step
 
 
 def _packed2(codes: Array) -> Array:

@@ -100,7 +100,7 @@ class Assistant(Closing):
     ) -> tuple[list[int], int]:
         """Return tokens that may follow a text, and how many steps they took beyond one.
 
-        None where the state before the last token, or keys and values, are not known.
+        There are none where the state before the last token, or keys and values, are not known.
         """
         position, hidden = len(text) - 1, read.before(len(text) - 1)
         if hidden is None or context.cached != position or context.holes:

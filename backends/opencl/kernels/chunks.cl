@@ -7,10 +7,8 @@
 // divides HEAD_DIM. Caches are for `capacity` tokens.
 
 #define BLOCK (TOKENS * HEAD_DIM)
-#define VALUES (2 * KV_HEADS * BLOCK)
 #define VALUE_ROWS (BY_TOKEN ? TOKENS : 1)
 #define KEY_ROWS (KEYS_BY_TOKEN ? TOKENS : 1)
-#define AMPLITUDES (KV_HEADS * (KEY_ROWS + VALUE_ROWS))
 #if HV == 16
 #define WORDS 4
 #elif HV == 8
@@ -57,11 +55,11 @@ INLINE words_t fours(bytes_t p) {
   return (w | w << 4) & 0x0F0F0F0Fu;
 }
 
-// HV codes of a chunk; `at` is the first one.
-INLINE words_t codes_at(const int bits, bytes_t chunk, const int at) {
-  bytes_t upper = chunk + 2 * AMPLITUDES;
-  bytes_t middle = upper + VALUES / 4;
-  bytes_t lower = upper + VALUES / 2;
+// HV codes of a chunk of so many heads; `at` is the first one.
+INLINE words_t codes_at(const int bits, bytes_t chunk, const int heads, const int at) {
+  bytes_t upper = chunk + 2 * heads * (KEY_ROWS + VALUE_ROWS);
+  bytes_t middle = upper + heads * BLOCK / 2;
+  bytes_t lower = upper + heads * BLOCK;
   words_t w = twos(upper + at / 4);
   if (bits > 2) w = w << 2 | twos(middle + at / 4);
   if (bits > 4) w = w << 4 | fours(lower + at / 2);
@@ -72,14 +70,15 @@ INLINE words_t codes_at(const int bits, bytes_t chunk, const int at) {
 
 #ifndef CACHE_CODES
 // Rows of keys (`channels` are then the head's) or of values. `at` is the run's first code.
-INLINE void decode_run(const int bits, bytes_t chunk, const int at, const int amplitude,
-                       const int rows, __global const float *channels, __global cache_t *to) {
+INLINE void decode_run(const int bits, bytes_t chunk, const int heads, const int at,
+                       const int amplitude, const int rows, __global const float *channels,
+                       __global cache_t *to) {
   __global const half *amplitudes = (__global const half *)chunk;
   for (int row = 0; row < rows; row++) {
     const float scale = vload_half(amplitude + row, amplitudes) * STEP(bits);
     const int first = row * (BLOCK / rows), stop = first + BLOCK / rows;
     for (int i = first + LANE * HV; i < stop; i += LANES * HV) {
-      const hfloat code = TO_FLOATS(codes_at(bits, chunk, at + i)) + CENTRE(bits);
+      const hfloat code = TO_FLOATS(codes_at(bits, chunk, heads, at + i)) + CENTRE(bits);
       CSTORE(code * (channels ? scale * HLOAD(channels + i % HEAD_DIM) : scale), to + i);
     }
   }
@@ -90,13 +89,14 @@ INLINE void half_run(bytes_t chunk, const int at, __global cache_t *to) {
 }
 #else
 // HV values of a token, divided by the scales that the cache has for them.
-INLINE hfloat scaled_at(const int bits, bytes_t chunk, const int at, const float scale, const int d,
-                        __global const float *channels, __global const float *own) {
+INLINE hfloat scaled_at(const int bits, bytes_t chunk, const int heads, const int at,
+                        const float scale, const int d, __global const float *channels,
+                        __global const float *own) {
   hfloat x;
   if (bits == 16) {
     x = HALF_LOAD((__global const half *)chunk + at + d);
   } else {
-    const hfloat code = TO_FLOATS(codes_at(bits, chunk, at + d)) + CENTRE(bits);
+    const hfloat code = TO_FLOATS(codes_at(bits, chunk, heads, at + d)) + CENTRE(bits);
     x = code * (channels ? scale * HLOAD(channels + d) : scale);
   }
   return own ? x / HLOAD(own + d) : x;
@@ -104,9 +104,9 @@ INLINE hfloat scaled_at(const int bits, bytes_t chunk, const int at, const float
 
 // As `decode_run`, of codes or (16 bits) halves, into rows of codes: those of 8 bits as they are
 // where the cache `moves` them.
-INLINE void code_run(const int bits, bytes_t chunk, const int at, const int amplitude,
-                     const int rows, __global const float *channels, __global const float *own,
-                     const int moves, __global cache_t *to) {
+INLINE void code_run(const int bits, bytes_t chunk, const int heads, const int at,
+                     const int amplitude, const int rows, __global const float *channels,
+                     __global const float *own, const int moves, __global cache_t *to) {
   __global const half *amplitudes = (__global const half *)chunk;
   for (int t = LANE; t < TOKENS; t += LANES) {
     __global cache_t *row = to + t * ROW;
@@ -115,14 +115,14 @@ INLINE void code_run(const int bits, bytes_t chunk, const int at, const int ampl
     if (bits < 16) scale = vload_half(amplitude + (rows > 1 ? t : 0), amplitudes) * STEP(bits);
     if (bits == 8 && moves) {
       for (int d = 0; d < HEAD_DIM; d += HV) {
-        code_store(TO_FLOATS(codes_at(bits, chunk, first + d)), row + d);
+        code_store(TO_FLOATS(codes_at(bits, chunk, heads, first + d)), row + d);
       }
       *(__global float *)(row + ROW - 4) = scale;
       continue;
     }
     float values[HEAD_DIM], most = 0;
     for (int d = 0; d < HEAD_DIM; d += HV) {
-      const hfloat x = scaled_at(bits, chunk, first, scale, d, channels, own);
+      const hfloat x = scaled_at(bits, chunk, heads, first, scale, d, channels, own);
       CAT(vstore, HV)(x, 0, values + d);
     }
     for (int d = 0; d < HEAD_DIM; d++) most = fmax(most, fabs(values[d]));
@@ -147,29 +147,35 @@ INLINE int same_channels(__global const float *channels, __global const cache_t 
 }
 #endif
 
-// Work-group (i of n, part): every n-th chunk's keys, or values, of a head. `count` is m.
+// Work-group (i of n, part): every n-th chunk's keys, or values, of a head. `count` is m. A chunk has
+// all heads, or those of its mask.
 __kernel void decode_chunks(const int count, ARRAY(const int, table), ARRAY(const uchar, codes),
                             ARRAY(cache_t, k_cache), ARRAY(cache_t, v_cache),
                             __global const float *restrict channels, const int capacity) {
   const int part = get_global_id(1), is_value = part >= KV_HEADS, g = part % KV_HEADS;
   AT(table); AT(codes); AT(k_cache); AT(v_cache);
-  const int rows = is_value ? VALUE_ROWS : KEY_ROWS, at = part * BLOCK;
-  const int amplitude = is_value ? KV_HEADS * KEY_ROWS + g * VALUE_ROWS : g * KEY_ROWS;
+  const int rows = is_value ? VALUE_ROWS : KEY_ROWS;
   __global const float *own = is_value ? 0 : channels + g * HEAD_DIM;
   __global cache_t *head = HEAD_OF(is_value ? v_cache : k_cache, g, capacity);
 #ifdef CACHE_CODES
   __global const float *cached = is_value ? 0 : CHANNELS_OF(head, capacity);
   const int moves = same_channels(channels, k_cache, capacity);
-#define DECODE(b) code_run(b, chunk, at, amplitude, rows, own, cached, moves && bits == 8, to)
+#define DECODE(b) \
+  code_run(b, chunk, heads, at, amplitude, rows, own, cached, moves && bits == 8, to)
 #define HALVES() DECODE(16)
 #else
-#define DECODE(b) decode_run(b, chunk, at, amplitude, rows, own, to)
+#define DECODE(b) decode_run(b, chunk, heads, at, amplitude, rows, own, to)
 #define HALVES() half_run(chunk, at, to)
 #endif
   for (int i = get_group_id(0); i < count; i += get_num_groups(0)) {
-    const int bits = table[3 * i + 1];
-    bytes_t chunk = codes + table[3 * i + 2];
-    __global cache_t *to = head + (size_t)table[3 * i] * ROW;
+    const int bits = table[4 * i + 1], mask = table[4 * i + 3];
+    if (mask && !(mask >> g & 1)) continue;
+    const int heads = mask ? popcount(mask) : KV_HEADS;
+    const int place = mask ? popcount(mask & ((1 << g) - 1)) : g;
+    const int at = (is_value ? heads + place : place) * BLOCK;
+    const int amplitude = is_value ? heads * KEY_ROWS + place * VALUE_ROWS : place * KEY_ROWS;
+    bytes_t chunk = codes + table[4 * i + 2];
+    __global cache_t *to = head + (size_t)table[4 * i] * ROW;
     if (bits == 16) {
       HALVES();
     } else if (bits == 8 || bits == 6 && !is_value) {
