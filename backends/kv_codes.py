@@ -103,7 +103,7 @@ def decode_chunks(op: DecodeChunks, channels: Array, arrays: dict[str, Array]) -
     moves = op.kv.coded and np.array_equal(caches[0].channels, every)
     for bits, mask in sorted({(x, y) for _, x, _, y in table.tolist() if x}):
         rows = table[(table[:, 1] == bits) & (table[:, 3] == mask)]
-        heads = op.heads_of(mask)
+        heads = heads_of(op, mask)
         size, shape = op.chunk_bytes(bits, len(heads)), (len(heads), op.tokens, op.head_dim)
         parts = np.stack([codes[start : start + size] for start in rows[:, 2]])
         if bits == 16:
@@ -126,6 +126,11 @@ def decode_chunks(op: DecodeChunks, channels: Array, arrays: dict[str, Array]) -
         for first, values in zip(rows[:, 0].tolist(), values_of, strict=True):
             for into, part in zip(caches, values, strict=True):
                 write_heads(into, heads, first, part)
+
+
+def heads_of(op: DecodeChunks, mask: int) -> list[int]:
+    """Return the heads of a chunk."""
+    return [x for x in range(op.kv_heads) if not mask or mask >> x & 1]
 
 
 def write_heads(rows: CacheRows, heads: Sequence[int], start: int, values: Array) -> None:
@@ -178,7 +183,7 @@ def random_chunks(
     for i in range(m):
         bits = (8, 4, 16, 3, 2, 6, 0)[i % 7]
         mask = int(random.integers(1, 1 << min(op.kv_heads, 30))) if i % 2 else 0
-        count = len(op.heads_of(mask))
+        count = len(heads_of(op, mask))
         table[i] = slots[i] * op.tokens, bits, at, mask
         floats = {0: 0, 16: op.values}.get(bits, op.amplitudes) * count // op.kv_heads
         codes[at : at + 2 * floats] = (

@@ -321,10 +321,9 @@ class DecodeChunks:
     go into such caches as they are, c - 128 with the step amplitude / 128.
 
     Ports: `codes` uint8 [room]; `table` int32 [m, 4]: first position, bits (0: no chunk), first
-    byte, which is even, and the heads that the chunk has, as bits of a mask (0: all G; G is then
-    their number); `k_cache` and `v_cache` [G, C, D] in the format `kv`, where only the chunks'
-    positions and heads are touched. Weights: `channels` [G·D] float32. Positions, heads and bytes
-    beyond the tensors, and other bits, are undefined behaviour.
+    byte, which is even, and a mask of the heads that the chunk has (0: all); `k_cache` and
+    `v_cache` [G, C, D] in the format `kv`, where only the chunks' positions and heads are touched.
+    Weights: `channels` [G·D] float32. What is beyond the tensors, and other bits, are undefined.
     """
 
     kv_heads: int
@@ -358,15 +357,10 @@ class DecodeChunks:
         """Return the amplitudes of a head's keys and of its values."""
         return self.tokens if self.keys_by_token else 1, self.tokens if self.by_token else 1
 
-    def heads_of(self, mask: int) -> list[int]:
-        """Return the heads of a chunk."""
-        return [x for x in range(self.kv_heads) if not mask or mask >> x & 1]
-
     def chunk_bytes(self, bits: int, heads: int | None = None) -> int:
         """Return what a chunk of so many heads (None: all) takes in `codes`."""
-        count = self.kv_heads if heads is None else heads
         each = bits * self.values // 8 + (0 if bits > 8 else 2 * self.amplitudes)
-        return count * each // self.kv_heads
+        return each if heads is None else heads * each // self.kv_heads
 
 
 @dataclass(frozen=True, kw_only=True)

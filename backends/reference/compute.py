@@ -20,7 +20,7 @@ import numpy.typing as npt
 from hetero.backends import checks, ops, rope_tables
 from hetero.backends.checks import packed, vector
 from hetero.backends.formats import GROUP_SIZE, INT8_STATIC, activations_of
-from hetero.backends.kv_codes import write_heads
+from hetero.backends.kv_codes import heads_of, write_heads
 from hetero.backends.kv_rows import CacheRows
 from hetero.backends.ops import Activation, Op, describe, weight_names
 from hetero.backends.protocol import CACHE_PORTS, WeightValue
@@ -312,7 +312,7 @@ def decode_chunks(op: ops.DecodeChunks, channels: Array) -> tuple[Program, int]:
         for first, bits, start, mask in arrays["table"].tolist():
             if not bits:
                 continue
-            heads = op.heads_of(mask)
+            heads = heads_of(op, mask)
             by_channel, shape = every[heads], (2, len(heads), op.tokens, op.head_dim)
             part = arrays["codes"][start : start + op.chunk_bytes(bits, len(heads))]
             caches = [CacheRows(arrays[port], op.kv, op.head_dim) for port in CACHE_PORTS]

@@ -367,12 +367,8 @@ class ChunkCodec:
     def decode_into(
         self, chunks: Sequence[tuple[int, Codes]], layer: int, keys: CacheRows, values: CacheRows
     ) -> None:
-        """Decode a layer of chunks, each at its first token, into a cache's keys and values.
-
-        Chunks of equal bits are decoded `DECODED_TOGETHER` values at a time.
-        """
-        own = self.kv.coded and np.array_equal(keys.channels, self._scales[layer])
-        if own:
+        """Decode a layer of chunks, each at its first token, into a cache's keys and values."""
+        if own := self.kv.coded and np.array_equal(keys.channels, self._scales[layer]):
             chunks = [x for x in chunks if not self._moved(*x, layer, (keys, values))]
         kinds: dict[tuple[int, int], list[tuple[int, list[HeadGroup]]]] = {}
         for start, codes in chunks:
@@ -386,10 +382,10 @@ class ChunkCodec:
                 for (start, groups), (k, v) in zip(part, decoded, strict=True):
                     keys.write(start, k)
                     values.write(start, v)
-                    for group in (x for x in groups if own and x.bits == 8):
-                        planes = joined(group.planes, split=self._split)
-                        place = slice(start, start + tokens)
-                        move_codes((keys, values), place, planes, group.heads)
+                    for bits, heads, planes in groups if own else ():
+                        if bits == 8:
+                            rows = slice(start, start + tokens), joined(planes, split=self._split)
+                            move_codes((keys, values), *rows, heads)
 
     def _moved(
         self, start: int, codes: Codes, layer: int, into: tuple[CacheRows, CacheRows]
