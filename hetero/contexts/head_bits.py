@@ -36,6 +36,7 @@ Losses: TypeAlias = Mapping[int, float]  # of a head: nats a token by bits
 LayerLosses: TypeAlias = Sequence[Losses]  # of each head of a layer, or of all together
 TRIED: Final = (4, 3)  # and 2, where fewer bytes than those of 3 are asked for
 LONGEST_S: Final = 180.0  # of measuring heads one by one
+READ: Final = 1280  # tokens of the text, at most
 SCORED: Final = 256  # tokens, at most; of half of them losses are too noisy to gain
 _LEAST: Final = 1e-12  # nats, of 8 bits: more bits are better where nothing was measured
 
@@ -50,7 +51,7 @@ def measure_heads(
     Where a text, or what fits the context, is too short nothing is measured, and all layers lose
     alike.
     """
-    tokens = min(len(text), context.home.max_tokens - 1)
+    tokens = min(len(text), READ, context.home.max_tokens - 1)
     kept = (tokens - min(SCORED, tokens // 2)) // CHUNK_TOKENS * CHUNK_TOKENS
     firsts = range(CHUNK_TOKENS, kept, CHUNK_TOKENS)  # the first chunk has 8 bits
     scored = text[kept:tokens]
