@@ -1,4 +1,4 @@
-"""What two forms of speculative decoding that are not built could gain.
+"""Gains of two forms of speculative decoding that are not built.
 
 python bench/drafts.py trees SmolLM2-135M-Instruct.Q4_1.gguf -n 256   # a second branch of guesses
 python bench/drafts.py devices            # a draft on one device while the other verifies
@@ -40,7 +40,7 @@ MOST = LONGEST_VERIFIED - 1
 
 
 def branches(text: Sequence[int], first: int | None) -> Iterator[Sequence[int]]:
-    """What followed earlier occurrences of a text's end and does not begin with a token."""
+    """Yield continuations of earlier occurrences of a text's end that begin with another token."""
     for length in range(LONGEST_MATCH, SHORTEST_MATCH - 1, -1):
         end = tuple(text[-length:])
         for at in range(len(text) - 1, length - 1, -1):

@@ -194,13 +194,6 @@ class ChunkCodec:
         """Return the key/value heads of a layer."""
         return self.heads
 
-    def layer_bits(self, bits: int, layer: int) -> int | None:
-        """Return the bits of a layer of a chunk; None where its heads have several."""
-        if bits < MIXED:
-            return bits
-        own = self.mixed[bits - MIXED][layer]
-        return own[0] if len({*own}) == 1 else None
-
     def groups(self, bits: int, layer: int) -> list[tuple[int, list[int]]]:
         """Return the heads of equal bits in a layer of a chunk, those of most bits first."""
         own = self.mixed[bits - MIXED][layer] if bits >= MIXED else (bits,) * self.heads
@@ -265,16 +258,11 @@ class ChunkCodec:
         """Return the planes of a layer of a chunk, by heads of equal bits."""
         if codes.bits < MIXED:
             return [HeadGroup(codes.bits, None, [plane[layer] for plane in codes.planes])]
-        if (own := self.layer_bits(codes.bits, layer)) is not None:
-            groups: list[tuple[int, Heads]] = [(own, None)]
-        else:
-            groups = [*self.groups(codes.bits, layer)]
         left, split = codes.planes[0][layer], []
-        for bits, heads in groups:
-            count = self.heads if heads is None else len(heads)
-            stops = np.cumsum(self._plane_bytes(codes.tokens, bits, count))
+        for bits, heads in self.groups(codes.bits, layer):
+            stops = np.cumsum(self._plane_bytes(codes.tokens, bits, len(heads)))
             *planes, left = np.split(left, stops)
-            split.append(HeadGroup(bits, heads, planes))
+            split.append(HeadGroup(bits, None if len(heads) == self.heads else heads, planes))
         return split
 
     def encode(self, values: Sequence[Array] | Array, bits: int) -> Codes:
@@ -391,11 +379,10 @@ class ChunkCodec:
         self, start: int, codes: Codes, layer: int, into: tuple[CacheRows, CacheRows]
     ) -> bool:
         """Copy a chunk into caches of codes with the same channels; return whether it was."""
-        bits = self.layer_bits(codes.bits, layer)
-        if bits not in (8, RAW):
+        (group, *others) = self._of_layer(codes, layer)
+        if others or group.bits not in (8, RAW):
             return False
-        (group,) = self._of_layer(codes, layer)
-        planes = group.planes if bits == RAW else joined(group.planes, split=self._split)
+        planes = group.planes if group.bits == RAW else joined(group.planes, split=self._split)
         move_codes(into, slice(start, start + codes.tokens), planes)
         return True
 

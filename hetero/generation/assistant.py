@@ -21,7 +21,7 @@ from hetero.backends.rope_tables import Float64Array, inverse_frequencies
 from hetero.backends.weights import Float32Array
 from hetero.errors import ModelError, UserError
 from hetero.generation.draft_model import LEAST_PROBABILITY, TimedDrafter
-from hetero.generation.loading import LoadOptions, ModelLoader
+from hetero.generation.loading import LoadOptions
 from hetero.generation.speculative import Drafter
 from hetero.models import LoadedModel
 from hetero.models.assistant_weights import ASSISTANTS, AssistantLayer, AssistantWeights
@@ -72,16 +72,13 @@ def _source(model: LoadedModel, *, windowed: bool) -> int:
 class Assistant(Closing):
     """An assistant for any number of answers at once; its guesses run under the model's lock."""
 
-    def __init__(self, path: Path, target: ModelLoader, options: LoadOptions) -> None:
-        self._weights = weights = check_assistant(path, target.model, options)
-        config, model = weights.config, target.model
+    def __init__(self, weights: AssistantWeights, model: LoadedModel) -> None:
+        self._weights, config = weights, weights.config
         self._embedding = scaled(model.weights.table("embed"), model.config.embed_scale)
         self._eps = np.float32(config.rms_norm_eps)
-        self._sources = [
-            _source(model, windowed=config.windows[i] > 0) for i in range(config.num_layers)
-        ]
-        self._numbers = [model.config.cache_numbers[x] for x in self._sources]
-        self._windows = [model.config.windows[x] for x in self._sources]
+        sources = [_source(model, windowed=window > 0) for window in config.windows]
+        self._numbers = [model.config.cache_numbers[x] for x in sources]
+        self._windows = [model.config.windows[x] for x in sources]
         ropes = [rope_of(config, i) for i in range(config.num_layers)]
         self._frequencies = [None if x is None else inverse_frequencies(x) for x in ropes]
 

@@ -12,7 +12,7 @@ from hetero.generation.draft_model import DraftModel
 from hetero.generation.loading import LoadOptions, ModelLoader
 from hetero.generation.mtp_head import MTP, MtpHead, check_head
 from hetero.models import LoadedModel
-from hetero.models.assistant_weights import assistant_path
+from hetero.models.assistant_weights import AssistantWeights, assistant_path
 from hetero.models.first_layers import first_layers
 from hetero.placement.device_set import DeviceMode
 from hetero.runtime.engine import Engine
@@ -26,13 +26,14 @@ EARLY_EXIT: Final = "early-exit:"  # before a number of layers, as the name of a
 
 def check_draft(
     path: str | None, device: DeviceMode, model: LoadedModel, options: LoadOptions
-) -> None:
+) -> AssistantWeights | None:
     """Raise `UserError` of a draft that cannot be opened, before any device is.
 
-    A memory budget is one model's, and a model's own head runs on its devices.
+    A memory budget is one model's, and a model's own head runs on its devices. Of an assistant the
+    weights are returned, for `open_draft`.
     """
     if path is None:
-        return
+        return None
     if options.memory_budget is not None:
         raise UserError(
             "memory_budget bounds one model, and a draft model takes memory too: leave one out"
@@ -54,7 +55,8 @@ def check_draft(
             )
         from hetero.generation.assistant import check_assistant
 
-        check_assistant(assistant, model, options)
+        return check_assistant(assistant, model, options)
+    return None
 
 
 def open_draft(
@@ -63,6 +65,7 @@ def open_draft(
     target: ModelLoader,
     options: LoadOptions,
     engine: Engine,
+    assistant: AssistantWeights | None = None,
 ) -> Draft | None:
     """Open what guesses for an open model: a draft model has those options that suit both.
 
@@ -73,10 +76,10 @@ def open_draft(
     try:
         if path == MTP:
             return MtpHead(target, options, engine)
-        if (assistant := assistant_path(path)) is not None:
+        if assistant is not None:
             from hetero.generation.assistant import Assistant
 
-            return Assistant(assistant, target, options)
+            return Assistant(assistant, target.model)
         layers = _exit_layers(path) if path.startswith(EARLY_EXIT) else 0
         every = EVERY_CORE in map(target.devices.name, target.devices.devices)
         own = replace(

@@ -123,13 +123,13 @@ class LLM(Closing):
             progress=progress, wait_for_plan=wait_for_plan or draft_model is not None,
         )  # fmt: skip
         self._opened = loader = EarlyLoader(model, options)
-        check_draft(draft_model, draft_device, loader.model, options)
+        assistant = check_draft(draft_model, draft_device, loader.model, options)
         self._engine, self._own = loader.load()
         self._loaded, self.kv, self.max_seq_len = loader.model, loader.kv, loader.max_seq_len
         self.choice, self.devices, self.plan = loader.choice, loader.devices, loader.plan
         if loader.moves:  # else nothing of a closed model waits for the collector
             loader.moved = partial(note_opened, loader, self)
-        self.draft = open_draft(draft_model, draft_device, loader, options, self._engine)
+        self.draft = open_draft(draft_model, draft_device, loader, options, self._engine, assistant)
         self._answers = AnswerContexts(self._engine, self._loaded, self._own, loader, self.draft)
 
     def finish_preparing(self, limit_s: float = math.inf) -> bool:

@@ -150,7 +150,7 @@ def test_mixed_bits_are_the_first_bytes_of_a_layer(version: int) -> None:
 @pytest.mark.parametrize("kv", ["f32", "q8"])
 @pytest.mark.parametrize("tokens", [5, 16])
 def test_heads_of_a_layer_are_coded_each_by_itself(kv: str, tokens: int) -> None:
-    """As a codec of that head alone has them, whatever bits the others have."""
+    """They equal those of a codec of that head alone, for any bits of the others."""
     random = np.random.default_rng(tokens)
     of_two = CacheLayout(layers=3, kv_heads=2, capacity=64, head_dim=8, kv=CacheFormat(kv))
     channels = np.exp(random.standard_normal((3, 2, 8))).astype(np.float32)

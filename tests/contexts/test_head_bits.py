@@ -38,7 +38,7 @@ SIZES = {bits: nbytes(bits) for bits in product(OWN_BITS, repeat=LAYERS * HEADS)
 def test_no_other_assignment_loses_less(
     apart: bool, losses: list[list[float]], ratio: float
 ) -> None:
-    """Of heads one by one, or of all heads of each layer."""
+    """Heads are assigned one by one, or all heads of each layer together."""
     count = HEADS if apart else 1
     by_bits = [dict(zip(OWN_BITS, own, strict=True)) for own in losses[: LAYERS * count]]
     budget = ratio * CODEC.nbytes(CHUNK_TOKENS, 8)

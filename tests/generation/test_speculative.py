@@ -184,7 +184,7 @@ class Dear(Drafter):
 
 @pytest.mark.full
 def test_guesses_come_from_where_they_save_most_time(tiny: LLM) -> None:
-    """What was looked up is right and free: a model that guesses is asked for a few tokens only."""
+    """Lookups are right and free here: a model that guesses is asked for a few tokens only."""
     dear, answer, prompt = Dear(), [9, 8, 7, 6] * 12, [9, 8, 7, 6] * 4
     with tiny.new_context() as context:
         tiny.engine.prefill(context, prompt)
